@@ -475,6 +475,8 @@ def survive(session: Session) -> bool:
         return False
     _log.warning("this process waits for the next round: %s", lost)
     link.group_lost.set()
+    if session.writes is not None:  # no checkpoint gives back what a forward wrote to some buffers
+        session.writes.drop(0)
     with suppress(CheckpointError, CommitRefused, PeerLost):  # what was in flight has no effect
         session._persistence.close()
     session._go_on(link.stay(session._training.cursor.step, str(lost)))

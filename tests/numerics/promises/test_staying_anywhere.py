@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.numerics.promises.back_ends import SAMPLES, Recipe, training
+from tests.numerics.promises.back_ends import IN, SAMPLES, Recipe, training
 from tests.numerics.promises.test_combinations import SCRIPTS, recipe_of
 from tests.numerics.promises.test_schedulers import MADE, worse
 from tests.support.inside import await_memory
@@ -152,6 +153,30 @@ def is_in_epoch(recipe: Recipe, step: int) -> bool:
     Before that has ended, nothing in memory has what the script has done behind the epoch before.
     """
     return (step - 1) % -(-SAMPLES // (2 * recipe.microbatches)) != 0
+
+
+class Follows(nn.Module):
+    """Its loss depends on a mean of what it has seen, in a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.head = nn.Linear(IN, IN), nn.Linear(IN, 1)
+        self.register_buffer("mean", torch.zeros(IN), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.down(x))
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean(0))
+        return (self.head(y + self.mean) - 1.0).square().mean()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "stage2"])
+@pytest.mark.corners(kind=["stage2"])
+def test_a_step_that_loses_a_peer_has_no_effect_on_buffers_that_no_checkpoint_has(
+    job: Callable[..., Job], worlds: WorldPool, tmp_path: Path, kind: str
+) -> None:
+    recipe = Recipe(model=Follows, of_wrapper=())
+    ends_alike(job, worlds, tmp_path, recipe, kind, ("dies", 1, "a backward", 5))
 
 
 CHANGES = st.tuples(
