@@ -175,7 +175,8 @@ except `ZERO_JOIN_TOKEN`.
 _PLACES = """
 ## A place from other launchers
 
-A worker without `RANK` finds its place in these, in this order. Its world then stays as it is.
+A worker without `RANK` finds its place in these, in this order; those that tell the
+local rank come first. Its world then stays as it is.
 """
 
 

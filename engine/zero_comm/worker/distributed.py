@@ -371,14 +371,16 @@ def discover(environ: Mapping[str, str], port: int) -> dict[str, str]:
     Raises:
         ConfigError: The host of rank 0 is unknown.
     """
-    started = (
+    started = [
         launcher
         for launcher in LAUNCHERS
         if launcher.rank in environ and (launcher.only_with or launcher.rank) in environ
-    )
-    launcher = next(started, None)
-    if launcher is None:
+    ]
+    if not started:
         return {}
+    # Slurm's PMI-2 sets the rank of MPICH, and nothing else of it: who knows the place on the node
+    # has started this process.
+    launcher = next((each for each in started if each.local_rank in environ), started[0])
     world = next((environ[name] for name in launcher.world if name in environ), "1")
     # A world of one is on one host, whatever its launcher tells.
     local_world = environ.get(launcher.local_world, world if world == "1" else "")

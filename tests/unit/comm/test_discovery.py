@@ -62,8 +62,20 @@ TWO_OF_FOUR = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_PORT":
             },
             "gpu07",
         ),
+        (
+            {
+                "PMI_RANK": "2",
+                "PMI_SIZE": "4",
+                "SLURM_STEP_ID": "0",
+                "SLURM_PROCID": "2",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_LOCALID": "0",
+                "SLURM_STEP_NODELIST": "gpu[07-08]",
+            },
+            "gpu07",
+        ),
     ],
-    ids=["Open MPI", "Intel MPI", "MVAPICH2", "Slurm"],
+    ids=["Open MPI", "Intel MPI", "MVAPICH2", "Slurm", "Slurm with PMI-2"],
 )
 def test_a_launchers_variables_are_a_place(environ, address):
     assert discover(environ, 29500) == {**TWO_OF_FOUR, "MASTER_ADDR": address}
