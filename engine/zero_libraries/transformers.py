@@ -235,7 +235,9 @@ class _Protected(Trainer):
     def _zero_directory(self) -> Path:
         return Path(self.args.output_dir or ".") / "run"
 
-    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *more: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, *more: Any, **named: Any
+    ) -> Any:
         """Train on from the newest checkpoint of the run, or from the begin."""
         if trial is not None or hasattr(self, "run"):
             raise ConfigError(
@@ -249,7 +251,7 @@ class _Protected(Trainer):
                 resume_from_checkpoint,
                 self._zero_directory,
             )
-        result = super().train(None, None, *more)
+        result = super().train(None, None, *more, **named)
         self.run.close()
         return result
 

@@ -86,6 +86,18 @@ def test_an_argument_of_a_trainer_that_cannot_be_kept_is_refused(
         protect(trainer, microbatches=2)
 
 
+def test_a_trainer_that_has_trained_says_so_whatever_train_is_given(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from zero_libraries.transformers import protect
+
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(nn.Linear(2, 1), arguments)
+    protect(trainer, microbatches=2)
+    trainer.run = None
+    with pytest.raises(ConfigError, match="a protected Trainer trains once"):
+        trainer.train(ignore_keys_for_eval=["logits"])
+
+
 def test_rewards_of_a_group_are_compared_on_one_rank() -> None:
     pytest.importorskip("transformers")
     from zero_libraries.transformers import whole_groups
