@@ -274,7 +274,8 @@ class Run(Checkpoints):
             self._count = checked(tokens)
             weight = self._count / nominal(self._plan())
         loss = (loss if loss.dtype == torch.float64 else loss.float()) * weight
-        self._losses[self._cursor.micro] = loss.detach()  # read at the step's end: a device is busy
+        # Read at the step's end: a device is busy. torch takes a loss of one element in any shape.
+        self._losses[self._cursor.micro] = loss.detach().squeeze()
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         if loss.requires_grad:  # else backward() raises why not
@@ -393,7 +394,6 @@ class Run(Checkpoints):
             self._ledger.forget()
 
     def _between_steps(self, *, calls: bool = True) -> bool:
-        # First: a step that has lost a peer ends there, without effect.
         come_back(self, calls=calls)
         if self._phase.begun:
             if not self._has_acted():
@@ -471,7 +471,8 @@ class Run(Checkpoints):
             self._watches = True  # before FSDP2 gathers: a step may end here
             if self.staying is not None:
                 self.staying.forbid("the loop draws batches ahead")
-            self._wrapped.called.register_forward_pre_hook(self._before_forward, prepend=True)
+            begin = HookOfOriginal(self._before_forward)
+            self._wrapped.called.register_forward_pre_hook(begin, prepend=True)
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         if module.training == self._trains and torch.is_grad_enabled():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
 import tempfile
 from collections import deque
@@ -13,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -128,6 +131,25 @@ def test_a_loop_that_draws_ahead_may_train_a_model_in_evaluation_mode(worlds: Wo
     (expected,) = worlds.run(1, in_evaluation_mode, "plain", 1)
     for back_end, world in (("plain", 1), ("ddp", 2), ("fsdp2", 3)):
         assert worlds.run(world, in_evaluation_mode, back_end, 2) == [expected] * world
+
+
+def copied_while_one_is_drawn_ahead() -> list[bool]:
+    own = training(Recipe(), "plain")
+    batches = iter(own.loader)
+    (x,), *_ = islice(batches, 2)
+    own.backward(x)
+    own.end()
+    file = io.BytesIO()
+    torch.save(own.module, file)
+    file.seek(0)
+    copies = copy.deepcopy(own.module), torch.load(file, weights_only=False)
+    found = [torch.equal(own.module.eval()(x), each.eval()(x)) for each in copies]
+    own.close()
+    return found
+
+
+def test_a_model_is_copied_in_a_loop_that_draws_ahead(worlds: WorldPool) -> None:
+    assert worlds.run(1, copied_while_one_is_drawn_ahead) == [[True, True]]
 
 
 def drawn_in_bursts(kind: str, root: str) -> tuple[int, str]:

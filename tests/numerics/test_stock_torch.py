@@ -112,6 +112,20 @@ def train_by_hand(keeps_graph: bool) -> str:
     return run.weight_hash()
 
 
+def trained_in_one_element() -> str:
+    model, _, run = protected("plain")
+    for tokens in batches(run):
+        run.backward(model(tokens).view(1))
+        run.step()
+    assert 0 < run.loss < 10
+    return run.weight_hash()
+
+
+def test_a_loss_may_have_one_element_in_any_shape(worlds: WorldPool) -> None:
+    (expected, *_) = worlds.run(1, trained, "plain")
+    assert worlds.run(1, trained_in_one_element) == [expected[0]]
+
+
 def test_a_backward_that_keeps_its_graph_changes_no_bit(worlds: WorldPool) -> None:
     assert worlds.run(1, train_by_hand, True) == worlds.run(1, train_by_hand, False)
 
