@@ -47,6 +47,7 @@ class GlobalBatches:
         loader, step = self.begin().loader, []
         # A loop that counts epochs takes one without a batch for an error.
         loader.leave()
+        # All of a step are drawn before any of them is run, which a run allows.
         for batch in loader:
             step.append(batch)
             if loader.last is not None and loader.last.ends_step:

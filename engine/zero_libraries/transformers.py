@@ -87,18 +87,11 @@ def protect(
     kind, its = type(trainer), cast(Any, trainer)
     # Derived from the script's class, so that `super()` in a method here is what the script wrote.
     its.__class__ = type(kind.__name__, (_Protected, kind), {})
-    its._zero = _Given(microbatches, {**(config or {}), "elastic": elastic})
+    its._zero_microbatches = microbatches
+    its._zero_config = {**(config or {}), "elastic": elastic}
     its._zero_steps = _Steps(its)
     # First: the others read the loss and the epoch that it notes.
     its.callback_handler.callbacks.insert(0, its._zero_steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Given:
-    """The arguments of `protect`."""
-
-    microbatches: int
-    config: dict[str, Any]
 
 
 def whole_groups(loader: DataLoader[Any], generations: int = 1) -> DataLoader[Any]:
@@ -171,6 +164,7 @@ class _Steps(TrainerCallback):
         trainer = self._trainer
         loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = self._logged
         trainer._tr_loss += loss
+        # The sums are of all steps of the run: the Trainer divides by the steps since this number.
         trainer._initial_global_step = 0
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -225,7 +219,8 @@ class _Protected(Trainer):
     """The methods of a Trainer that a run takes over; comes before the class of the script."""
 
     run: zero_torch.Run
-    _zero: _Given
+    _zero_microbatches: int
+    _zero_config: dict[str, Any]
     _zero_steps: _Steps
     _zero_loader: GlobalBatches
     _zero_steps_in_epoch: int
@@ -260,7 +255,7 @@ class _Protected(Trainer):
         with unprepared(self.accelerator):
             generations = getattr(self, "num_generations", 1)
             loader = whole_groups(super().get_train_dataloader(), generations)
-        self._zero_loader = GlobalBatches(loader, self._zero.microbatches)
+        self._zero_loader = GlobalBatches(loader, self._zero_microbatches)
         return self._zero_loader
 
     def _init_training_state(
@@ -276,14 +271,14 @@ class _Protected(Trainer):
             self.model_wrapped,
             cast(torch.optim.Optimizer, self.optimizer),
             self._zero_loader.given,
-            microbatches=self._zero.microbatches,
+            microbatches=self._zero_microbatches,
             scheduler=self.lr_scheduler,
             scaler=self.accelerator.scaler,
-            config=self._zero.config,
+            config=self._zero_config,
         )
         self._zero_loader.begin = lambda: self.run
         hand_over(self.accelerator, self.run)
-        if "ram" in self._zero.config.get("checkpoint", {}):
+        if "ram" in self._zero_config.get("checkpoint", {}):
             self.run.keep_client_state(self._zero_steps.state)
         # Without in-memory checkpoints a worker leaves after the Trainer's own save, behind the
         # log of the step.
@@ -318,6 +313,7 @@ class _Protected(Trainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """The operations of all micro-batches of this rank."""
+        # Within the generator `super()` would take its iterator for the Trainer.
         return sum(super(_Protected, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:

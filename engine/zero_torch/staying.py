@@ -125,6 +125,7 @@ def _wrap_again(ddp: DistributedDataParallel) -> None:
     # `_set_static_graph` does nothing where it is set.
     is_static, ddp.static_graph = ddp.static_graph, False
     ddp._ddp_init_helper(parameters, sparse, names, is_static)
+    # As a constructor leaves them: the run that is made next attaches its hook.
     ddp._comm_hooks, ddp._has_rebuilt_buckets, ddp._lazy_init_ran = [], False, False
     ddp.require_backward_grad_sync = True
     if is_static:

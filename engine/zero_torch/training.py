@@ -144,7 +144,7 @@ class Training:
             warn_of_unsaved_schedule(self.optimizer)
         meta = {"engine": engine, "client": dict(client), META: state.statefuls.take()}
         captured = State(state.tensors(), self._kept(state.owned()), state.aliases(), meta)
-        state.statefuls.drop()
+        state.statefuls.drop()  # the pieces keep the copies until they are written
         return self.lanes.saved(captured, self.order)
 
     @property
@@ -260,6 +260,7 @@ class Loading:
 
     def _wanted(self, manifest: Manifest) -> State:
         training = self._training
+        # First: a checkpoint that is refused has changed nothing.
         training.lanes.check(manifest, training.order)
         filled, self._reads = training.state.wanted(manifest)
         self.filled = training.lanes.wanted(filled, manifest, training.order)

@@ -68,6 +68,7 @@ class RunRecord:
 
     def is_begun_by(self, start: RunStart) -> bool:
         """Whether this start resumes the run."""
+        # In a later round the script was perhaps killed behind the training, in an evaluation.
         return self.run == start.run and (start.round > 1 or not self.finished)
 
     def write(self, directory: Path) -> None:
