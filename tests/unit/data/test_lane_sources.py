@@ -192,21 +192,34 @@ def test_data_that_draws_random_numbers_is_read_alike_by_all(kind, size, lanes, 
 
 
 class Permuted(Divided):
-    """Divides itself, and draws its order by numpy where its iterator is made."""
+    """Divides itself, and draws its order, by numpy, where its iterator is made."""
 
     def __iter__(self):
         info = get_worker_info()
         own = range(info.id, self.size, info.num_workers)
-        return iter([own[place] for place in np.random.permutation(len(own))])
+        return iter([own[place] for place in self.draw(len(own))])
+
+    def draw(self, count):
+        return np.random.permutation(count)
 
 
+class PermutedByClass(Permuted):
+    """Draws it by a generator that all copies of it have in common."""
+
+    rng = np.random.default_rng(1)
+
+    def draw(self, count):
+        return self.rng.permutation(count)
+
+
+@pytest.mark.parametrize("kind", [Permuted, PermutedByClass])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_an_order_that_numpy_draws_at_the_begin_of_a_lane_is_the_same_on_any_rank(world):
+def test_an_order_that_is_drawn_at_the_begin_of_a_lane_is_the_same_on_any_rank(kind, world):
     options = {"batch_size": 2, "lanes": 4}
-    whole = trained(lambda: Permuted(32), 1, until=4, **options)
+    whole = trained(lambda: kind(32), 1, until=4, **options)
     assert sorted(chain(*whole.steps)) == list(range(32))
-    begun = trained(lambda: Permuted(32), 1, until=2, **options)
-    rest = trained(lambda: Permuted(32), world, until=4, state=begun.state, **options)
+    begun = trained(lambda: kind(32), 1, until=2, **options)
+    rest = trained(lambda: kind(32), world, until=4, state=begun.state, **options)
     assert rest.steps == whole.steps[2:]
 
 

@@ -12,12 +12,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_data.generators import Generator, generators_in_common, seed_generators
+from zero_data.generators import (
+    Generator,
+    generators_in_common,
+    kept_generators,
+    seed_generators,
+)
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.libraries import Library, library_of
 from zero_data.lanes.adapters.place import ALONE, Worker, seed_process, seeded
@@ -49,8 +54,6 @@ class Iterables:
         self._divides: bool | None = None
         """Whether the dataset divides itself, where only trying can tell."""
         self._shared: WeakValueDictionary[tuple[int, int], _Shared] = WeakValueDictionary()
-        self._common: list[Generator] | None = None
-        """The generators that are not those of one copy."""
         self._said = False
 
     def __reduce__(self) -> Any:
@@ -83,17 +86,20 @@ class Iterables:
             self._shared[epoch, part] = shared
         return _Strided(shared, offset, parts)
 
+    @cached_property
+    def _common(self) -> list[Generator]:
+        """The generators that are not those of one copy."""
+        return generators_in_common(self._dataset)
+
     def _seed(self, seed: int) -> None:
-        if self._common is None:
-            self._common = generators_in_common(self._dataset)
         seed_process(seed)
         seed_generators(self._common, seed)
 
     def _parts(self, lanes: int, epoch: int) -> int:
         parts = self._library.parts(self._dataset, lanes) if lanes > 1 else 1
         if parts is None and self._divides is None:
-            # A copy is tried: who reads the first sample later does not miss it.
-            with seeded(0):
+            # A copy is tried, and the random numbers are those of before: no lane misses anything.
+            with seeded(0), kept_generators(self._common):
                 tried = self._stream(0, lanes, epoch, None)
                 next(iter(tried), None)
             self._divides = tried.worker.asked
