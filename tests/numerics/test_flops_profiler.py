@@ -58,6 +58,17 @@ def after_three_steps(
     return engine
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_file_that_cannot_be_written_ends_no_run(
+    worlds: WorldPool, tmp_path: Path, there: bool
+) -> None:
+    if not there:
+        (tmp_path / "below").write_text("a file in the place of the directory")
+    (hashed,) = worlds.run(1, hash_after_three_steps, 0, str(tmp_path / "below" / "profile"))
+    assert [hashed] == worlds.run(1, hash_after_three_steps, 0, None)
+    assert (tmp_path / "below" / "profile").exists() is there
+
+
 @pytest.mark.parametrize("plain", [False, True], ids=["the engine's backward", "the script's"])
 def test_the_second_step_is_counted_and_nothing_is_changed(
     worlds: WorldPool, tmp_path: Path, plain: bool

@@ -89,7 +89,12 @@ class Profile:
         text = "\n".join(self.lines(steps_done + 1))
         _log.info("%s", text)
         if self._settings.output_file is not None:
-            Path(self._settings.output_file).write_text(text + "\n", encoding="utf-8")
+            file = Path(self._settings.output_file)
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text + "\n", encoding="utf-8")
+            except OSError as error:  # a report is no reason to end a run
+                _log.warning("flops_profiler.output_file: %s", error)
 
     def lines(self, step: int) -> list[str]:
         """One line for the step, then one for each module, the largest first, if detailed."""
