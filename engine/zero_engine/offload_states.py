@@ -230,20 +230,23 @@ class MovedStates:
                 f"{what}: the module has been given to initialize() once more; use the engine that "
                 "came from there"
             )
-        away = [
-            kind.value
-            for kind in (kinds if self._copies else ())
-            if any(self._storage(t)._cdata in self._copies for t in self.tensors_of(kind))
-        ]
-        if away:
+        if away := self._away(kinds):
             raise ZeroError(
                 f"{what} while {' and '.join(sorted(away))} are offloaded; call "
                 "engine.reload_states() first"
             )
 
+    def _away(self, kinds: Iterable[Kind]) -> list[str]:
+        return [
+            kind.value
+            for kind in (kinds if self._copies else ())
+            if any(self._storage(t)._cdata in self._copies for t in self.tensors_of(kind))
+        ]
+
     def take_writes(self) -> None:
         """Let what the script has written to small parameters count."""
-        if not self._copies:
+        # Also while other states are away: what reads weights has to find it.
+        if not self._away(WEIGHTS):
             self.hold_copies()
             small_params.take([each for unit in self._units for each in unit.take_writes()])
 

@@ -130,8 +130,9 @@ def test_a_clamped_scale_trains_to_the_same_bits_at_every_stage_and_world_size(
     assert seen[2] != seen[1][0]  # the step has used and changed it
 
 
-def write_and_save_nothing(stage: int) -> tuple[float, float]:
+def write_and_save_nothing(stage: int, *away: str) -> tuple[float, float]:
     engine, *_ = zero_deepspeed.initialize(model=Scaled(), config=settings(stage, "bf16"))
+    engine.offload_states(include=away)
     with torch.no_grad():
         engine.module.scale.fill_(0.75)
     return engine.get_fp32_state_dict()["scale"].item(), engine.module.scale.item()
@@ -139,6 +140,14 @@ def write_and_save_nothing(stage: int) -> tuple[float, float]:
 
 def writes_between_steps() -> list[tuple[float, float]]:
     return [write_and_save_nothing(stage) for stage in STAGES]
+
+
+def writes_while_gradients_are_away() -> list[tuple[float, float]]:
+    return [write_and_save_nothing(stage, "lp_grads") for stage in STAGES]
+
+
+def test_a_write_is_in_what_is_read_while_other_states_are_offloaded(worlds: WorldPool) -> None:
+    assert one_result(worlds, writes_while_gradients_are_away) == [(0.75, 0.75)] * 4
 
 
 def test_a_write_is_in_what_is_read_and_saved_before_the_next_step(worlds: WorldPool) -> None:
