@@ -289,7 +289,7 @@ def status_head(status: JobStatus) -> RenderableType:
     if status.owner:
         facts.add_row("owner", status.owner)
     command = " ".join(status.command)
-    # It may have thousands of arguments.
+    # A command may have thousands of arguments.
     if (more := len(command) - _COMMAND_CHARACTERS) > 0:
         command = f"{command[:_COMMAND_CHARACTERS]}... ({more:,} more characters)"
     facts.add_row("command", command)

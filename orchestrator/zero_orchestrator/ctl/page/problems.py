@@ -157,7 +157,7 @@ def _told(
     if event in tuple(Kind):
         nodes = [str(host) for host in record.get("hosts", [record.get("host")]) if host]
         stops = event in STOPS
-        # It began with the last step.
+        # A stop began with the last step.
         if stops:
             place = bisect_right(points, at_s, key=lambda point: point.time_s)
             at_s = points[place - 1].time_s if place else at_s
