@@ -84,10 +84,9 @@ class InMemoryCheckpoints:
                 key=Key(reply.key),
                 budget_bytes=reply.budget_bytes,
             )
+            job, where = os.environ.get("TORCHELASTIC_RUN_ID", "alone"), self._node.directory
             # The buffers of dead workers would leave no room for those of this one.
-            sweep(self._node.directory)
-            job = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
-            where = self._node.directory
+            sweep(where)
             self._stagings = [
                 StagingBuffer(
                     SharedStaging(job, consensus.rank, where),

@@ -86,9 +86,8 @@ class Saver:
         )
         self.last_step = 0
         """The step of the newest checkpoint that this worker knows to be committed."""
-        best, wanted = None, config.keep_best
-        if wanted is not None:
-            best = Best(metric=wanted.metric, mode=wanted.mode, count=wanted.n)
+        wanted = config.keep_best
+        best = Best(metric=wanted.metric, mode=wanted.mode, count=wanted.n) if wanted else None
         self._keep = Keep(last=config.keep_last, every=config.keep_every, best=best)
         self._rank = consensus.rank
         self._lineage = lineage

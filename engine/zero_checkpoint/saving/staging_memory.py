@@ -51,11 +51,7 @@ class PrivateStaging:
     path = None
 
     def reserve(self, size_bytes: int) -> mmap.mmap:
-        """Allocate memory; the kernel allocates each page when it is written to.
-
-        Raises:
-            NoStagingMemory: The machine has too little of it, or gives this process no more.
-        """
+        """Allocate memory; the kernel allocates each page when it is written to."""
         free = available_bytes()
         if free < size_bytes:
             raise NoStagingMemory(

@@ -63,9 +63,8 @@ def compare(
     same = [t for t, p in partner.items() if p in theirs and theirs[p].shape == ours[t].shape]
     left_data = read_tensors(left, same, batch_bytes=_BATCH_BYTES)
     first_of = {partner[t]: t for t in reversed(same)}
-    right_data = read_tensors(
-        right, dict.fromkeys(partner[t] for t in same), batch_bytes=_BATCH_BYTES
-    )
+    once = dict.fromkeys(partner[t] for t in same)
+    right_data = read_tensors(right, once, batch_bytes=_BATCH_BYTES)
     for tensor, info in ours.items():
         other = theirs.get(partner[tensor])
         if other is None:
