@@ -590,3 +590,5 @@ class NodeWorkers:
                 self.steps.on_saved(rank, message)
             case Preparing():
                 self.steps.prepares(rank, message)
+            case _:
+                pass
