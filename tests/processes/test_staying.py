@@ -287,6 +287,21 @@ def test_a_newcomer_that_never_comes_to_its_engine_is_named_and_leaves(
     assert stays(job) == [(1, "a", 0)]
 
 
+def test_a_spare_whose_script_cannot_warm_up_stays_a_spare(staying, undisturbed_hash, tmp_path):
+    told = tmp_path / "told"
+    told.write_text("makes a group")
+    job = staying("--nnodes=1:1", "--join-timeout=5", first=STARTS_UP)
+    job.start("a")
+    job.wait_for_step(10, world=1)
+    job.pace(2 * LONG_S)
+    job.start("b", TOLD=str(told))
+    wait_for(lambda: "spare: b" in job.agents["b"].output, 60, "a spare that has not warmed up")
+    ((step, _),) = job.last_steps().values()
+    job.wait_for_step(step + 8, world=1)  # longer than --join-timeout
+    assert_as_if_nothing_had_happened(job, undisturbed_hash)
+    assert stays(job) == [(1, "a", 0)]
+
+
 HAS_A_GROUP = """
 import os
 import torch.distributed as dist

@@ -479,6 +479,8 @@ class NodeWorkers:
                 "exit", end.summary, round=self.group.round, rank=end.rank, pid=end.pid, **facts
             )
         elif not self.group.round and not end.wanted:
+            # Each attempt has its own time, and a spare that is cold makes none any more.
+            self._warming.stop()
             # A kill need not repeat. What the script does would: it cannot warm up, for example,
             # if it makes a process group before its engine.
             self._killed_early += 1
