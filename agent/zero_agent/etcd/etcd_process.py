@@ -90,7 +90,7 @@ def _version(binary: Path) -> tuple[int, ...]:
     return ()
 
 
-def free_port(ports: range = ANY_PORT, address: str = LOOPBACK) -> int:
+def free_port(ports: Sequence[int] = ANY_PORT, address: str = LOOPBACK) -> int:
     """The first of these ports that is free at this moment, on an address of this machine."""
 
     def listen(port: int) -> int:

@@ -256,12 +256,15 @@ class Seat:
 
     def _place(self, name: str, host: str, addresses: tuple[str, ...], port: int) -> Place:
         where = (*addresses, LOOPBACK)[0]
+        client_port = port or free_port(self.ports, where)
+        # Not the same port: nobody listens on that of the clients yet, and it may be of the range.
+        others = [each for each in self.ports if each != client_port]
         return Place(
             name=name,
             host=host,
             addresses=addresses,
-            client_port=port or free_port(self.ports, where),
-            peer_port=free_port(self.ports, where),
+            client_port=client_port,
+            peer_port=free_port(others, where),
         )
 
     def _member(self, place: Place) -> Member:

@@ -340,7 +340,9 @@ class MemberKeeper:
         self._crashes += 1
         # Another node gets its place; meanwhile it is started again all the same.
         if self._crashes > _CRASHES:
-            self._unable(f"its server has ended {self._crashes} times")
+            # Nobody can be told as long as the store needs this very member for its quorum.
+            with contextlib.suppress(StoreUnavailable):
+                self._unable(f"its server has ended {self._crashes} times")
         self._seat.stop()
         self._seat.resume()
         self._began_s = self._sound_s = time.monotonic()

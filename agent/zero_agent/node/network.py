@@ -9,7 +9,7 @@ import socket
 import socketserver
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ ANY_PORT = range(1)
 T = TypeVar("T")
 
 
-def first_free(ports: range, listen: Callable[[int], T]) -> T:
+def first_free(ports: Sequence[int], listen: Callable[[int], T]) -> T:
     """Listen on the first free one of these ports; returns what `listen` returned.
 
     Raises:
