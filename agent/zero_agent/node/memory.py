@@ -260,7 +260,7 @@ class _Caller(socketserver.BaseRequestHandler):
             yield file, incoming
 
     def _receive(self, descriptor: int, wish: Put, digests: list[int]) -> str:
-        """Write all blocks to the file; the first wrong checksum in words, empty if none is."""
+        """Write all blocks to the file; the first problem in words, empty if there is none."""
         size = wish.block_bytes
         chunk_bytes = max(_CHUNK_BYTES // size, 1) * size
         buffer = memoryview(bytearray(min(chunk_bytes, wish.size_bytes)))
@@ -273,7 +273,9 @@ class _Caller(socketserver.BaseRequestHandler):
                 # The rest is received as well: the reply follows it.
                 if xxhash.xxh3_64_intdigest(chunk[at : at + size]) != digests[number]:
                     problem = problem or f"block {number} arrived damaged"
-            os.pwrite(descriptor, chunk, begin)
+            # A file system that fills up takes a part, which the number alone tells.
+            if os.pwrite(descriptor, chunk, begin) < len(chunk):
+                problem = problem or "there is no room for it"
         return problem
 
     def _path(self, name: str) -> Path:

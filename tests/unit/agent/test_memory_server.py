@@ -163,6 +163,28 @@ def test_a_file_for_which_there_is_no_room_leaves_no_descriptor_and_no_file(tmp_
         server.close()
 
 
+ON_A_SMALL_DISK = """
+import sys
+from pathlib import Path
+from zero_agent.node.memory import MemoryServer
+from tests.unit.agent.test_memory_server import KEY, files, offer, put
+
+directory, data = Path(sys.argv[1]), bytes(2_096_000)
+server = MemoryServer(directory, "127.0.0.1", KEY, budget_bytes=1 << 30)
+print(offer(server, put(data), data), files(directory))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounts a small disk")
+def test_a_copy_whose_end_has_no_room_is_refused_and_leaves_nothing(tmp_path):
+    """Others fill the memory of a machine as well; the kernel then writes a part, and no error."""
+    small = 'mount -t tmpfs -o size=2000k none "$4" && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", small, "sh", sys.executable, "-c", ON_A_SMALL_DISK]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False)
+    refused = Reply(ok=False, reason="there is no room for it")
+    assert (done.stdout, done.stderr) == (f"{refused} []\n", "")
+
+
 def open_links() -> list[str]:
     """What descriptors lead to, but for one that a thread closes meanwhile."""
     links = []
