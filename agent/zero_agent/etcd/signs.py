@@ -133,6 +133,6 @@ def stamp(root: str, store: str) -> tuple[int, int] | None:
 def _read(kind: type[T], path: Path) -> T | None:
     """The content of a file, or None."""
     # Nothing is signed: who can write here can write checkpoints, too.
-    with contextlib.suppress(OSError, SpecMismatch):
+    with contextlib.suppress(OSError, UnicodeDecodeError, SpecMismatch):
         return decode(kind, path.read_text(encoding="utf-8"), f"{path} is damaged", SpecMismatch)
     return None

@@ -123,6 +123,8 @@ def test_the_heir_of_an_heir_is_found_where_it_serves_now(tmp_path):
     assert signs.newest_heir(root, "a") == Heir(store="c", endpoint="h2:1", node="n2")
     signs.show_life(root, "c", ("h3:1", "h4:1"))
     assert signs.newest_heir(root, "a").endpoint == "h3:1,h4:1"
+    (tmp_path / beside.sign_of("c")).write_bytes(b"\xff rubbish")
+    assert signs.newest_heir(root, "a").endpoint == "h2:1"
 
 
 def test_each_sign_of_life_is_another_one_and_a_full_disk_costs_nothing(tmp_path):
