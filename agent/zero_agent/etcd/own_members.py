@@ -344,7 +344,13 @@ class MemberKeeper:
             with contextlib.suppress(StoreUnavailable):
                 self._unable(f"its server has ended {self._crashes} times")
         self._seat.stop()
-        self._seat.resume()
+        try:
+            self._seat.resume()
+        except OSError as error:
+            # A disk that is full ends a server, and may have no room for the next one either. The
+            # seat keeps the one that has ended, so the next look tries again.
+            self._seat.process = process
+            log.warning("the server of the store cannot be started again: %s", error.strerror)
         self._began_s = self._sound_s = time.monotonic()
 
     # ---- all members ----

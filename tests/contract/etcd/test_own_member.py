@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,14 +40,39 @@ def test_the_port_of_the_store_may_be_the_first_one_of_the_range():
         assert is_healthy(seat.member.endpoint)
 
 
+@contextlib.contextmanager
+def kept() -> Iterator[tuple[Seat, str]]:
+    """The only member of a store with its keeper, and its endpoint."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    with (
+        own(endpoint) as seat,
+        Access(endpoints=endpoint).store() as store,
+        contextlib.closing(MemberKeeper(seat, store.sibling(), "a")) as keeper,
+    ):
+        keeper.serve("job", "127.0.0.1", "127.0.0.1", lambda text: None)
+        yield seat, endpoint
+
+
+def kill(seat: Seat) -> None:
+    process = seat.process
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(10.0)
+
+
 def test_a_server_that_ends_again_and_again_is_started_again_while_the_store_needs_it(monkeypatch):
     monkeypatch.setattr(own_members, "_CRASHES", 0)
-    endpoint = f"127.0.0.1:{free_port()}"
-    with own(endpoint) as seat, Access(endpoints=endpoint).store() as store:
-        keeper = MemberKeeper(seat, store.sibling(), "a")
-        with contextlib.closing(keeper):
-            keeper.serve("job", "127.0.0.1", "127.0.0.1", lambda text: None)
-            for _ in range(3):
-                os.kill(seat.process.pid, signal.SIGKILL)
-                wait_for(lambda: not is_healthy(endpoint), 10, "the end of the server")
-                wait_for(lambda: is_healthy(endpoint), 30, "the server, again")
+    with kept() as (seat, endpoint):
+        for _ in range(3):
+            kill(seat)
+            wait_for(lambda: is_healthy(endpoint), 30, "the server, again")
+
+
+def test_a_server_for_which_there_is_no_room_is_started_again_when_there_is(
+    tmp_path, monkeypatch, caplog
+):
+    with kept() as (seat, endpoint):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no" / "room"))
+        kill(seat)
+        wait_for(lambda: "cannot be started again" in caplog.text, 30, "an attempt that fails")
+        monkeypatch.undo()
+        wait_for(lambda: is_healthy(endpoint), 30, "the server, again")
