@@ -50,17 +50,10 @@ class Estate:
 
 def estate_of(store: KeyValueStore, keys: Keys, before: Estate | None) -> Estate | None:
     """Read it; None: nothing was published yet, or the job has ended. Raises StoreError."""
+    single = (keys.round, keys.latest, keys.spec, keys.secret, keys.stop)
+    prefixes = (keys.charges, keys.excluded(""), keys.heir(""))
     course, latest, *others = store.read(
-        [
-            Read(keys.round),
-            Read(keys.latest),
-            Read(keys.spec),
-            Read(keys.secret),
-            Read(keys.stop),
-            Read(keys.charges, prefix=True),
-            Read(keys.excluded(""), prefix=True),
-            Read(keys.heir(""), prefix=True),
-        ]
+        [*map(Read, single), *(Read(each, prefix=True) for each in prefixes)]
     )
     if not course.items or not latest.items:
         return None

@@ -84,11 +84,8 @@ class Seat:
         """The endpoints at which an etcd answers."""
         with ThreadPoolExecutor(_PROBES) as pool:
             answers = pool.map(lambda each: probe(each, self.joining.tls), self.known)
-            return [
-                each
-                for each, answer in zip(self.known, answers, strict=True)
-                if answer is FoundEtcd.ETCD
-            ]
+            found = zip(self.known, answers, strict=True)
+            return [each for each, answer in found if answer is FoundEtcd.ETCD]
 
     def is_served(self, endpoints: str) -> bool:
         """Whether a store serves at one of these endpoints."""

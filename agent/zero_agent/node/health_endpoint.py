@@ -35,38 +35,28 @@ _CLIENT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """The state of an agent, as `/healthz` and `/readyz` report it."""
+    """The state of an agent, by default one that starts, as `/healthz` and `/readyz` report it."""
 
-    job: str
-    node: str
-    round: int
-    state: str
+    job: str = ""
+    node: str = ""
+    round: int = 0
+    state: str = ""
     """The job's state: FORMING, ACTIVE, ..."""
     reason: str
     """What the job is doing or waiting for."""
-    workers: Workers
-    workers_round: int
+    workers: Workers = Workers.NONE
+    workers_round: int = 0
     """The round in which the workers run, or ran."""
     preparing: str = ""
     """What the workers do before their first step of the round; empty once they have ended one, and
     if they do not say."""
-    turned_s: float
+    turned_s: float = 0.0
     """Seconds since the agent's loop last turned."""
-    store_silent_s: float | None
+    store_silent_s: float | None = None
     """Seconds since etcd's last answer; None while etcd answers."""
 
 
-STARTING = Status(
-    job="",
-    node="",
-    round=0,
-    state="",
-    reason="the agent is starting",
-    workers=Workers.NONE,
-    workers_round=0,
-    turned_s=0.0,
-    store_silent_s=None,
-)
+STARTING = Status(reason="the agent is starting")
 
 Answer = tuple[bool, str]
 
