@@ -72,8 +72,7 @@ def generators_of(*roots: object) -> list[Generator]:
         if issubclass(type(each), _KINDS):
             found += [cast(Generator, each)] * is_generator(each)
         else:
-            # A proxy of what is gone, or not there yet, may raise anything.
-            with suppress(Exception):
+            with suppress(Exception):  # a proxy of what is gone, or not there yet
                 left.extend(islice(_inside(each), _OF_EACH))
     return found
 
@@ -93,8 +92,7 @@ def generators_in_common(thing: object) -> list[Generator]:
     """The generators that copies of an object share: of its class, its module or a closure."""
     own = generators_of(thing)
     copied: set[int] = set()
-    # Whoever needs a copy says why there is none.
-    with suppress(Exception):
+    with suppress(Exception):  # whoever needs a copy says why there is none
         copied = {id(each) for each in generators_of(copy.deepcopy(thing))} if own else copied
     return [each for each in own if id(each) in copied]
 

@@ -310,6 +310,25 @@ def test_a_rounds_store_listens_at_once_and_imports_torch_for_the_first_who_asks
     assert "libtorch" in maps.read_text()
 
 
+def test_what_workers_leave_ends_with_them_although_the_store_of_the_round_serves_on(
+    forking, tmp_path
+):
+    start, forkserver, news = forking
+    forkserver.host_store("127.0.0.1")
+    told = {}
+    while not {"pid", "port"} <= told.keys():
+        told |= news.get(timeout=120)
+    code = (
+        "import subprocess\n"
+        "left = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"open({str(tmp_path / 'left')!r}, 'w').write(str(left.pid))"
+    )
+    assert status_of(start(code), news) == 0
+    left = int((tmp_path / "left").read_text())
+    wait_for(lambda: not is_alive(left), 150, "the process that had left the worker's group")
+    assert is_alive(told["pid"])
+
+
 def test_a_worker_killed_in_the_moment_of_its_start_is_gone(forking):
     """The signal must not get lost between the fork and the worker's own process group."""
     start, forkserver, news = forking

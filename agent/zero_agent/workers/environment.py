@@ -119,8 +119,7 @@ def timer_file(environ: Mapping[str, str], default: Path) -> Path | None:
 def forkserver_env(environ: Mapping[str, str], slots: int, interface: str | None) -> dict[str, str]:
     """The forkserver's environment, which must be set before torch is imported."""
     env = dict(environ)
-    # As torchrun: each of several workers would otherwise take every core.
-    if slots > 1:
+    if slots > 1:  # as torchrun: each of several workers would otherwise take every core
         env.setdefault("OMP_NUM_THREADS", "1")
     # What a script makes in the order of a set (layers, a list of files) is then the same on all
     # ranks, and in each restart.

@@ -34,7 +34,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,8 @@ class Forkserver:
         self._agent = agent
         self._pids: dict[int, int] = {}
         self._ids: dict[int, int] = {}
+        self._hosts: set[int] = set()
+        """Pids of the hosts of stores and timers, which may serve from one round to the next."""
         self._parent = os.getppid()
         self._listener: int | None = None
         """Of the agent's ring. A descriptor: what is preloaded may have given sockets a timeout."""
@@ -146,6 +148,8 @@ class Forkserver:
             os.setsid()
             return self._become(order, fds)
         self._pids[order["id"]], self._ids[pid] = pid, order["id"]
+        if order["op"] != "start":
+            self._hosts.add(pid)
         for fd in fds:
             os.close(fd)
         self._send({"id": order["id"], "pid": pid})
@@ -202,13 +206,14 @@ class Forkserver:
             if worker is None:  # an orphan that was adopted: nobody asks for its end
                 continue
             del self._pids[worker]
+            self._hosts.discard(pid)
             self._send({"id": worker, "status": os.waitstatus_to_exitcode(status)})
-            # What is left then are orphans that had left their groups.
-            if not self._pids:
-                self._kill_children()
+            # Without a worker, the rest beside the hosts are orphans that had left their groups.
+            if self._ids.keys() == self._hosts:
+                self._kill_children(self._hosts)
 
-    def _kill_children(self) -> list[int]:
-        pids = children(os.getpid())
+    def _kill_children(self, spared: Collection[int] = ()) -> list[int]:
+        pids = [pid for pid in children(os.getpid()) if pid not in spared]
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -271,8 +276,7 @@ def preload(modules: list[str], agent: socket.socket) -> None:
     Raises:
         SystemExit: An import fails.
     """
-    # Collections would be a fifth of the time of these imports.
-    gc.disable()
+    gc.disable()  # collections would be a fifth of the time of these imports
     for module in modules:
         before = Native.here()
         try:

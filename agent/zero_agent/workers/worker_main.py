@@ -121,8 +121,7 @@ def _code_of(end: SystemExit) -> int:
             if isinstance(parser, argparse.ArgumentParser) and parser.prog:
                 write_error(f"{parser.prog} refused its arguments", permanent=True)
         return (end.code or 0) & 0xFF
-    # As the interpreter: anything but a number is a message, and means 1.
-    print(end.code, file=sys.stderr)
+    print(end.code, file=sys.stderr)  # as the interpreter: a message is printed, and means 1
     write_error(str(end.code), permanent=isinstance(end, UsageExit))
     return 1
 

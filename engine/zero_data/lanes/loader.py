@@ -128,8 +128,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
         first = self.order.number_of(step, microbatch.index)
         ids = tuple(range(first, first + microbatch.size))
         forward = self._of_reading, step, microbatch.index
-        # Where nobody seeds the loop, seeds are not worth their time.
-        seed = of_loop = 0
+        seed = of_loop = 0  # where nobody seeds the loop, they are not worth their time
         if self._seeds_loop:
             seed = microbatch_seed(*forward)
             of_loop = mix(*forward) if self._seeds_forward else loop_seed(seed)
@@ -143,8 +142,7 @@ class LaneLoader(PositionLoader[LaneOrder]):
                 anew = replace(self._reading(), starts={lane: Start()})
                 with kept():
                     self._padding = next(anew.read(lane)).batch
-            # The script may change what it gets.
-            batch = copy.deepcopy(self._padding)
+            batch = copy.deepcopy(self._padding)  # the script may change what it gets
         else:
             _, batch, _, documents = reads[microbatch.index]
             if self._padding is None:

@@ -104,8 +104,7 @@ class File(_Behind):
         self._size_bytes = 0
         self._file: BinaryIO | None = None
         self._broken = False
-        # The file exists even if nothing is printed, as with torchrun.
-        self.writer.put(self._write_now, b"")
+        self.writer.put(self._write_now, b"")  # the file exists even if nothing is printed
 
     def close(self) -> None:
         """Close the file when all output is written; safe to call twice."""
@@ -263,8 +262,7 @@ class Tap:
             texts = [text.encode() for text in route.filters]
             prefix, file = route.copy_prefix.encode(), File(route.copy, route.file_limit_bytes)
             by_line.append(Changed(file, partial(_prefixed, prefix, texts)))
-        # Replaced at once: the hub's thread reads the list meanwhile.
-        former, self._by_line = self._by_line, by_line
+        former, self._by_line = self._by_line, by_line  # at once: the hub's thread reads it
         for sink in former:
             sink.close()
 

@@ -163,8 +163,7 @@ class Batches:
         seed = mix(self._seed, epoch)
         _begin(sampler, epoch, seed)
         says = len(sampler)
-        # A length may be an estimate, such as that of batches by the number of their tokens.
-        most = 2 * says + size_of(self._dataset)
+        most = 2 * says + size_of(self._dataset)  # a length may be an estimate
         with seeded(seed), Worker(0, 1, epoch, alone=True):
             drawn = [[int(n) for n in batch] for batch in itertools.islice(sampler, most + 1)]
         if len(drawn) > most:

@@ -17,12 +17,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from zero_contract.errors import ConfigError, ZeroError
-from zero_data.generators import (
-    Generator,
-    generators_in_common,
-    kept_generators,
-    seed_generators,
-)
+from zero_data.generators import Generator, generators_in_common, kept_generators, seed_generators
 from zero_data.global_batch import mix
 from zero_data.lanes.adapters.libraries import Library, library_of
 from zero_data.lanes.adapters.place import ALONE, Worker, seed_process, seeded

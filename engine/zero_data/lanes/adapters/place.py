@@ -48,7 +48,6 @@ class _Alone:
         for name, alone in _ALONE.items():
             self._of_torch[name] = original = getattr(torch.distributed, name, None)
             setattr(torch.distributed, name, self._answer(original, alone))
-        # Only those that are there: without a launcher nobody is told of a rank.
         self._environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         for variable in self._environment:
             os.environ[variable] = _ENVIRONMENT[variable]
