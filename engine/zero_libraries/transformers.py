@@ -40,6 +40,10 @@ _REPLACED = ("train", "get_train_dataloader", "_init_training_state", "_prepare_
              "training_step", "floating_point_ops", "_maybe_log_save_evaluate",
              "_save_checkpoint")  # fmt: skip
 """Methods of a Trainer in whose place a run's are."""
+_SET = (
+    "average_tokens_across_devices", "save_only_model", "restore_callback_states_from_checkpoint"
+)  # fmt: skip
+"""Arguments of it that a run decides."""
 _REFUSED = (
     ("gradient_accumulation_steps", lambda value: value != 1,
      "is 1: microbatches is the number of micro-batches in a step, over all ranks"),
@@ -76,13 +80,15 @@ def protect(
     """
     args: Any = trainer.args
     check_replaced("transformers", trainer, _REPLACED)
-    check_replaced("transformers", args, ("average_tokens_across_devices", "save_only_model"))
+    check_replaced("transformers", args, _SET)
     for name, refused, why in _REFUSED:
         if refused(getattr(args, name, None)):
             raise ConfigError(f"TrainingArguments({name}={getattr(args, name)!r}): {name} {why}")
     args.average_tokens_across_devices = False  # the run weighs tokens, over all ranks
     # The rest is in the run's checkpoint: from two, a resume could take parts of different steps.
     args.save_only_model = True
+    # Else one that counts, as EarlyStoppingCallback does, would begin anew with each restart.
+    args.restore_callback_states_from_checkpoint = True
     elastic = {"seed": args.seed, **(config or {}).get("elastic", {})}
     kind, its = type(trainer), cast(Any, trainer)
     # Derived from the script's class, so that `super()` in a method here is what the script wrote.
@@ -290,7 +296,9 @@ class _Protected(Trainer):
         note_total_steps(max_steps)
         # The Trainer counts epochs, and takes one without a batch for the end of the training.
         self.run.loader.leave()
-        return self.run.loader.epoch, 0
+        # An epoch that is begun has a step: a run that has all of its steps begins none.
+        is_over = self.state.global_step >= max_steps
+        return (epochs if is_over else self.run.loader.epoch), 0
 
     def _prepare_for_training(self, *_: Any) -> Any:
         return self._zero_ready

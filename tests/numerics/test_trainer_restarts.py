@@ -1,0 +1,77 @@
+"""A Trainer that is started again, by the plug-in: it does what is left, and no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.world import WorldPool
+
+STEPS = 3
+"""Of 5 in an epoch."""
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((2,), index / 20), "labels": torch.ones(1)}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.linear(x) - labels).square().mean()}
+
+
+def trained(directory: str, steps: int) -> tuple[int, str, int]:
+    """The steps of a start, its weights, and what a callback has counted."""
+    import transformers
+    from transformers.trainer_callback import ExportableState
+
+    import zero_libraries.transformers
+
+    class Counts(transformers.TrainerCallback, ExportableState):
+        steps = 0
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.steps += 1
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"steps": self.steps}}
+
+    arguments = transformers.TrainingArguments(
+        output_dir=directory, max_steps=steps, per_device_train_batch_size=2, use_cpu=True,
+        report_to=[], disable_tqdm=True, save_steps=1, lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer: Any = transformers.Trainer(
+        Model(), arguments, train_dataset=Rows(), callbacks=[Counts()]
+    )
+    zero_libraries.transformers.protect(trainer, microbatches=2)
+    trainer.train()
+    [counts] = [c for c in trainer.callback_handler.callbacks if type(c).__name__ == "Counts"]
+    return trainer.state.global_step, trainer.run.weight_hash(), counts.steps
+
+
+def test_a_trainer_that_is_started_again_behind_its_last_step_trains_no_further(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    first = worlds.run(1, trained, str(tmp_path), STEPS)
+    assert worlds.run(1, trained, str(tmp_path), STEPS) == first
+
+
+def test_a_callback_of_a_trainer_goes_on_from_its_state(worlds: WorldPool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    worlds.run(1, trained, str(tmp_path), STEPS)
+    ((steps, _, counted),) = worlds.run(1, trained, str(tmp_path), STEPS + 2)
+    assert (steps, counted) == (STEPS + 2, STEPS + 2)
