@@ -154,8 +154,9 @@ class Session:
                     _log.warning(text, directory, step, self.staying.directory)
                     return saved
                 self.staying.save(whole=not exclude_frozen_parameters)
-            self._persistence.watch(self._collectives.call(_SAVE))
+            # First: who has no name waits for votes on a save that the others have not begun then.
             agree_on_tag(name, self._mode, self._collectives)
+            self._persistence.watch(self._collectives.call(_SAVE))
             saved = self._persistence.save(
                 where,
                 name,
