@@ -167,7 +167,7 @@ class Accelerator:
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """The memory in use: on a CPU, by this process."""
-        # It stands for that of a device.
+        # The resident memory stands for that of a device.
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 

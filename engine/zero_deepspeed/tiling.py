@@ -99,6 +99,7 @@ class TiledLinear(nn.Module):
                 f"one of {(self.out_features, self.in_features)}"
             )
         params = [*other.parameters(), *self.parameters()]
+        # What rank 0 writes is what all ranks get: at stage 3 a rank has a part of each.
         with GatheredParameters(params, modifier_rank=0):
             for column, (low, high) in zip(self.linears, pairwise(self.out_parts), strict=True):
                 assert isinstance(column, nn.ModuleList)

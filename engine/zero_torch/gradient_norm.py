@@ -107,6 +107,7 @@ class Norms:
             ZeroError: It would depend on the number of ranks.
         """
         trained = self._gradients.trained
+        # By identity: torch is given the tensors of `.grad` themselves.
         owners = {id(each.grad): name for name, each in trained.items() if each.grad is not None}
         names = [owners[id(each)] for each in gradients if id(each) in owners]
         sharded = any(isinstance(each, DTensor) for each in gradients)

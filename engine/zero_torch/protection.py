@@ -154,7 +154,11 @@ def protect(
     if step_without_fusion(optimizer) and dist.get_rank() == 0:
         _log.warning("%s", _FUSED.format(type(optimizer).__name__))
     if "seed" not in (config or {}).get("elastic", {}) and dist.get_rank() == 0:
-        _warn_of_default_seed(loader, chosen.elastic.seed, torch_seed)
+        # Seeds that the script has set elsewhere, and that this run does not take. From 2**32 on
+        # that of torch is its own or this project's.
+        seed, of_torch = chosen.elastic.seed, f"torch.manual_seed({torch_seed})"
+        given = torch_seed < 1 << 32 and torch_seed != seed
+        warn_of_seeds(loader, seed, _SEED, *[f"{of_torch} seeds the initial weights alone"] * given)
     # A process that stays makes another one in the next round.
     again = partial(Run, wrapped, optimizer, loader, microbatches=microbatches, **options)
     run = again()
@@ -202,11 +206,3 @@ def _check_no_second_optimizer(wrapped: Wrapped, stateful: Mapping[str, object])
                 "not wait for the last micro-batch of a step: give these parameters to the "
                 "optimizer of protect(), in a param group of their own"
             )
-
-
-def _warn_of_default_seed(loader: DataLoader[Any], seed: int, torch_seed: int) -> None:
-    """Warn of seeds that the script has set elsewhere, and that this run does not take."""
-    of_torch = f"torch.manual_seed({torch_seed}) seeds the initial weights alone"
-    # From 2**32 on it is torch's own or this project's.
-    given = torch_seed < 1 << 32 and torch_seed != seed
-    warn_of_seeds(loader, seed, _SEED, *[of_torch] * given)

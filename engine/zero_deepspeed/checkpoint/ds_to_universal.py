@@ -25,6 +25,7 @@ def main(args: argparse.Namespace | None = None) -> int:
     folder, link = (getattr(args, each, None) for each in ("input_folder", "output_folder"))
     if folder and link:
         old, new = Path(folder), Path(link)
+        # The link is relative, so it stays right where the directory is moved.
         beside = old.parent.resolve() == new.parent.resolve()
         if beside and old.is_symlink() and not new.exists():
             new.symlink_to(old.name)

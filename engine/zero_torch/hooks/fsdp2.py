@@ -384,6 +384,7 @@ class _ReduceScatter(_Memory):
             return
         example = self._example
         copied = (out.dtype, out.device) != (example.dtype.to_real(), example.device)
+        # FSDP2 reduces behind each call, and a sum takes one gradient of a micro-batch.
         if self._calls <= 1:
             self._sum(self._name, gradient, out, now=copied)
         elif copied:
