@@ -241,3 +241,36 @@ def test_a_write_whose_answer_was_lost_is_reported_and_never_made_twice(etcd: Et
         writer.join(SOON_S)
         assert len(reported) == 1
         assert store.get(key) == written  # read again, as the caller will
+
+
+def test_a_write_that_is_lost_with_the_leader_ends_when_the_others_have_a_new_one(
+    tmp_path: Path,
+) -> None:
+    """The member to which it was sent says nothing for 7 s, and the store waits for longer."""
+    with cluster(tmp_path) as members:
+        leader = next(member for member in members if leads(member))
+        others = ",".join(member.endpoint for member in members if member is not leader)
+        with contextlib.closing(EtcdStore(others, timeout_s=HANGS_S)) as store:
+            written, lost = threading.Event(), list[StoreUnavailable]()
+
+            def write() -> None:
+                while not lost:
+                    try:
+                        store.put(f"{ROOT}a", "1")
+                        written.set()
+                    except StoreUnavailable as error:
+                        lost.append(error)
+
+            writer = threading.Thread(target=write)
+            writer.start()
+            assert written.wait(SOON_S)
+            leader.kill()
+            writer.join(2 * HANGS_S)
+            assert "did not answer in time" in str(lost)  # the store's words, not the server's
+            assert sum(map(leads, (each for each in members if each is not leader))) == 1
+
+
+def leads(member: EtcdServer) -> bool:
+    """Whether a member is its cluster's leader."""
+    status = member.call("maintenance/status")
+    return bool(status["leader"] == status["header"]["member_id"])  # type: ignore[index]

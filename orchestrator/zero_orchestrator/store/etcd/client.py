@@ -13,9 +13,18 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import grpc
+
 from zero_orchestrator.errors import LeaseLost, StoreError
 from zero_orchestrator.store.etcd.cluster import EtcdCluster
-from zero_orchestrator.store.etcd.connection import Connection, Credentials, Endpoints, Login, rpc
+from zero_orchestrator.store.etcd.connection import (
+    Connection,
+    Credentials,
+    Endpoints,
+    Login,
+    NoAnswer,
+    rpc,
+)
 from zero_orchestrator.store.etcd.errors import REMEDY_WHEN_FULL
 from zero_orchestrator.store.etcd.keep_alives import KeepAlives
 from zero_orchestrator.store.etcd.versions import complaint
@@ -40,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 _SIDES = {Field.CREATE_REVISION: "CREATE", Field.MOD_REVISION: "MOD"}
 """What a comparison looks at, by etcd's names."""
+_LOOK_S = 0.5
+"""A transaction that is not answered for so long looks whether etcd has another leader."""
 _CLOSE_S = 1.0
 """`close` waits up to this many seconds for the watches' thread, and for gRPC."""
 
@@ -83,6 +94,8 @@ class EtcdStore:
         self._warned: set[str] | None = None
         """The warnings about versions of servers so far; None: none is to be given."""
         self._ttl_s: dict[int, float] = {}
+        self._term = 0
+        """That of etcd's leader at the last transaction; 0: none was answered."""
 
     def sibling(self) -> EtcdStore:
         """Another store of the same etcd, with separate connections and the same login.
@@ -133,11 +146,7 @@ class EtcdStore:
                 _log.warning("%s", note)
 
     def _status(self) -> Any:
-        def send(etcd: Any) -> Any:  # etcd3's `status` does not return the alarms
-            stub = rpc.MaintenanceStub(etcd.channel)
-            return stub.Status(rpc.StatusRequest(), etcd.timeout, metadata=etcd.metadata)
-
-        return self._connection.call(send, repeatable=True)
+        return self._connection.call(lambda etcd: _status_of(etcd, etcd.timeout), repeatable=True)
 
     # ---- keys ----
 
@@ -169,10 +178,7 @@ class EtcdStore:
 
     def put(self, key: str, value: str, *, lease: int = NO_LEASE) -> int:
         """As `KeyValueStore.put`."""
-        # Not repeatable, as every write: one whose answer was lost may have been made, and another
-        # one of somebody else since.
-        answer = self._connection.call(lambda etcd: etcd.put(key, value, lease=lease))
-        return int(answer.header.revision)
+        return self.txn((), (Put(key, value, lease),)).revision
 
     def delete(self, key: str) -> bool:
         """As `KeyValueStore.delete`."""
@@ -194,15 +200,37 @@ class EtcdStore:
                 key, end = _keys_of(write)
                 delete = rpc.DeleteRangeRequest(key=key, range_end=end)
                 request.success.append(rpc.RequestOp(request_delete_range=delete))
+        # Not repeatable: one whose answer was lost may have been made, and another one of somebody
+        # else since.
         answer = self._txn(request)
         return TxnResult(answer.succeeded, answer.header.revision)
 
     def _txn(self, request: Any, *, repeatable: bool = False) -> Any:
-        # Not etcd3's `transaction`, which does not return the revision.
-        return self._connection.call(
-            lambda etcd: etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata),
-            repeatable=repeatable,
-        )
+        def send(etcd: Any) -> Any:  # etcd3's `transaction` does not return the revision
+            pending = etcd.kvstub.Txn.future(request, etcd.timeout, metadata=etcd.metadata)
+            answer = self._await(pending, etcd, self._term)
+            self._term = answer.header.raft_term
+            return answer
+
+        return self._connection.call(send, repeatable=repeatable)
+
+    def _await(self, pending: Any, etcd: Any, term: int) -> Any:
+        """The answer to a transaction that was sent in a term of etcd's leader; 0: in any.
+
+        Raises:
+            NoAnswer: There is a leader of a later term. It may have been carried out.
+        """
+        # A member hands it on to the leader that it knows. If that one dies, nobody answers, and
+        # the call would last to its deadline, seconds after the others have a new leader.
+        while True:
+            with contextlib.suppress(grpc.FutureTimeoutError):
+                return pending.result(_LOOK_S)
+            with contextlib.suppress(grpc.RpcError):  # the deadline of the call bounds it all
+                status = _status_of(etcd, min(_LOOK_S, etcd.timeout))
+                term = term or status.raftTerm
+                if status.leader and status.raftTerm > term:
+                    pending.cancel()
+                    raise NoAnswer("etcd has another leader since")
 
     # ---- leases ----
 
@@ -271,6 +299,12 @@ class EtcdStore:
 
     def _moved(self) -> None:
         self._watches.resume()
+
+
+def _status_of(etcd: Any, timeout_s: float) -> Any:
+    # etcd3's `status` does not return the alarms.
+    stub = rpc.MaintenanceStub(etcd.channel)
+    return stub.Status(rpc.StatusRequest(), timeout_s, metadata=etcd.metadata)
 
 
 def _range(header: Any, found: Any) -> Range:
