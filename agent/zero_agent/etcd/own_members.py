@@ -298,6 +298,7 @@ class MemberKeeper:
             self._seat.join(self._node, self._host, self._address, self._add)
         except StoreRefused:  # etcd waits until all voters have been connected for 5 s
             self._seat.wipe()
+            self._ending.wait(LOOK_S)  # the write wakes this thread, which asks again at once
             self._store.txn([mine], [Put(invitation.key, self._node)])
         except (SpecError, OSError) as error:
             self._seat.wipe()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from zero_agent.etcd.etcd_process import is_healthy
 from zero_agent.etcd.own_etcd import Seat, own_server
 from zero_agent.etcd.own_members import MemberKeeper
 from zero_agent.node.network import ANY_PORT
+from zero_orchestrator.membership.keys import Keys
 
 pytestmark = pytest.mark.etcd
 
@@ -76,3 +78,17 @@ def test_a_server_for_which_there_is_no_room_is_started_again_when_there_is(
         wait_for(lambda: "cannot be started again" in caplog.text, 30, "an attempt that fails")
         monkeypatch.undo()
         wait_for(lambda: is_healthy(endpoint), 30, "the server, again")
+
+
+def test_a_node_whose_member_etcd_refuses_asks_once_in_a_look(tmp_path):
+    endpoint, key = f"127.0.0.1:{free_port()}", Keys("job").store_part("invited")
+    with own(endpoint), Access(endpoints=endpoint).store() as store:
+        store.cluster.add_learner("http://127.0.0.1:9")  # one at a time
+        seat = Seat(tmp_path, (endpoint,), Joining(), ANY_PORT)
+        with contextlib.closing(MemberKeeper(seat, store.sibling(), "b")) as keeper:
+            keeper.serve("job", "127.0.0.1", "127.0.0.1", lambda text: None)
+            asked, began_s = store.put(key, "b"), time.monotonic()
+            for _ in range(2):
+                wait_for(lambda before=asked: store.get(key).mod_revision > before, 30, "one more")
+                asked = store.get(key).mod_revision
+        assert time.monotonic() - began_s > own_members.LOOK_S
