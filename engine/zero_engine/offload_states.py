@@ -9,7 +9,7 @@ the engine is never empty, a view that they have kept included. Source of the na
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,6 +62,8 @@ class Inconsistency:
     reason: str
     optimizer: bool
     """Whether the optimizer's state is inconsistent, too."""
+    params: Set[str] = frozenset()
+    """The names of parameters that only a load which has them mends."""
 
 
 class MovedStates:

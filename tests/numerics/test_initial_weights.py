@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.support import queued
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool, one_result
+from zero_checkpoint.errors import ModelMismatch
 from zero_comm.exchange.comms_log import LOG, CommsLogger
 from zero_contract.errors import ConfigError, ZeroError
 from zero_deepspeed.zero import GatheredParameters, Init
@@ -324,10 +326,60 @@ def test_a_checkpoint_is_loaded_into_a_model_on_meta_that_nobody_has_initialised
         assert "first layer.weight" in problem
 
 
-def save_one(root: str) -> str:
+class Deeper(Deep):
+    """A later version of the model, with a parameter more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+
+
+@pytest.mark.corners(stage=[3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("later", "left_out"),
+    [(Deep, "blocks.1.linear1.bias"), (Deeper, "scale")],
+    ids=["frozen ones were left out", "the model has grown"],
+)
+def test_a_load_that_leaves_a_parameter_without_values_is_refused(
+    worlds: WorldPool, tmp_path: Path, stage: int, later: type[Deep], left_out: str
+) -> None:
+    worlds.run(1, save_one, str(tmp_path), later is Deep)
+    for refused, unusable, whole, loaded in worlds.run(
+        2, load_a_part_into_meta, str(tmp_path), stage, later
+    ):
+        assert f"does not have 1 parameters that have no values here, first {left_out}; " in refused
+        assert "no checkpoint has been loaded into the" in unusable
+        # Behind a whole dictionary it may leave out what it likes.
+        assert torch.equal(loaded[left_out], whole[left_out])
+        assert not torch.equal(loaded["embed.weight"], whole["embed.weight"])
+
+
+def load_a_part_into_meta(root: str, stage: int, later: type[Deep]) -> tuple[Any, ...]:
+    given = settings(stage, initial_weights="checkpoint")
+    engine, *_ = zero_deepspeed.initialize(model=on_meta(later), config=given)
+    grown = later is Deeper
+    load = partial(
+        engine.load_checkpoint,
+        root,
+        load_module_strict=not grown,
+        load_optimizer_states=not grown,
+    )
+    with pytest.raises(ModelMismatch) as refused:
+        load()
+    with pytest.raises(ZeroError) as unusable:
+        engine(torch.ones(1, dtype=torch.long))
+    torch.manual_seed(2)
+    whole = later().state_dict()
+    engine.load_state_dict({f"module.{name}": value for name, value in whole.items()})
+    load()
+    return str(refused.value), str(unusable.value), whole, engine.module_state_dict()
+
+
+def save_one(root: str, exclude_frozen: bool = False) -> str:
     torch.manual_seed(1)
     engine, *_ = zero_deepspeed.initialize(model=Deep(), config=settings(3))
-    engine.save_checkpoint(root)
+    engine.save_checkpoint(root, exclude_frozen_parameters=exclude_frozen)
     engine.save_16bit_model(root, "model.safetensors")
     return engine.weight_hash()
 

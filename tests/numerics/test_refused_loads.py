@@ -156,7 +156,7 @@ def save_at(root: str, stage: int, *steps: int) -> tuple[Any, ...]:
 
 def flip_a_moment(root: Path) -> None:
     """Damage what is read last: the weights have been by then."""
-    (candidate,) = find(root).candidates
+    candidate = find(root).candidates[0]
     rows, ids = candidate.manifest.fragments, list(candidate.manifest.tensors)
     row = max(n for n, t in enumerate(rows.tensor) if ids[t].kind == "exp_avg_sq")
     flip(candidate.path / candidate.manifest.files[rows.file[row]].name, int(rows.offset[row]))
@@ -242,6 +242,28 @@ def test_a_refusal_after_falling_back_is_no_refusal_of_all(
     flip(newest.path / newest.manifest.files[0].name, newest.manifest.files[0].data_offset)
     for found in worlds.run(WORLD, try_the_older_one, str(tmp_path)):
         assert "save_checkpoint()" in found
+
+
+def save_a_part_and_all(root: str) -> None:
+    engine = make_engine(config(1))
+    for step in (1, 2):
+        train(engine, step)
+        engine.save_checkpoint(root, exclude_frozen_parameters=step == 1)
+
+
+def fall_back_to_a_part(root: str) -> None:
+    engine = make_engine(config(1), seed=8)
+    for tag in (None, "global_step1"):
+        with pytest.raises(ModelMismatch, match=r"does not have 2 parameters .* blocks\.0\.scale"):
+            engine.load_checkpoint(root, tag)
+
+
+def test_what_a_damaged_checkpoint_has_left_in_frozen_parameters_is_not_kept(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    worlds.run(WORLD, save_a_part_and_all, str(tmp_path))
+    flip_a_moment(tmp_path)
+    worlds.run(WORLD, fall_back_to_a_part, str(tmp_path))
 
 
 def interrupt_a_load(root: str, module_only: bool) -> tuple[set[str], int]:

@@ -367,8 +367,8 @@ def _make_core(
         as_given=as_given,
         writes=ForwardWrites(model, collectives),
     )
-    if initial.awaits_checkpoint:
-        core.moved.inconsistent = Inconsistency(_NOT_LOADED, optimizer=False)
+    if initial.awaited:
+        core.moved.inconsistent = Inconsistency(_NOT_LOADED, False, initial.awaited)
     adopt_parameters(core)
     watch(core)  # finds a parameter's unit by its place
     leave_weights(core)

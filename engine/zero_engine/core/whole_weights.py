@@ -176,7 +176,8 @@ def _give_up(core: Core, unit: FlatUnit, rank: int, error: Exception | None) -> 
     if not unit.gathered:
         unit.release()
     reason = f"load_state_dict() has failed half way: rank {rank} could not write {unit.label}"
-    core.moved.inconsistent = Inconsistency(reason, optimizer=False)
+    every = frozenset(slot.fqn for each in core.units for slot in each.layout.slots)
+    core.moved.inconsistent = Inconsistency(reason, False, every)
     raise RuntimeError(
         f"{reason}; free memory and load a whole dictionary or a checkpoint, or start again"
     ) from error

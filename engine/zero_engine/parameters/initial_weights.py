@@ -47,7 +47,8 @@ class InitialWeights:
         self._initialisers = Initialisers(model, without_values)
         named = dict(model.named_parameters(remove_duplicate=False))
         missing = [name for name, param in named.items() if id(param) in without_values]
-        self.awaits_checkpoint = source == FROM_CHECKPOINT and bool(missing)
+        self.awaited = frozenset(missing if source == FROM_CHECKPOINT else ())
+        """The names of the parameters that a load is to give their values."""
         self._files: _Files | None = None
         self._names: dict[int, list[str]] = {}
         for name in missing:
@@ -76,7 +77,7 @@ class InitialWeights:
             else:
                 values = take(member.param)
                 place.copy_(member.param.detach() if values is None else values)
-        if places and not self.awaits_checkpoint:
+        if places and not self.awaited:
             self._attempt(partial(self._set, spec, places))
         # Also what all ranks have: a script may have made it with other random numbers on each.
         self._collectives.broadcast(whole, f"initial weights of {spec.name}")

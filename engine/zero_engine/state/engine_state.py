@@ -8,7 +8,7 @@ same atoms.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -91,8 +91,10 @@ class EngineState:
         return without_frozen(state, self._frozen()) if exclude_frozen else state
 
     @uncollected()
-    def wanted(self, manifest: Manifest, options: LoadOptions) -> Selection:
+    def wanted(self, manifest: Manifest, options: LoadOptions, needed: Set[str]) -> Selection:
         """The pieces to fill from a checkpoint, in fresh optimizer state with its keys.
+
+        `needed`: names of parameters that no load may leave out.
 
         Raises:
             ModelMismatch: The checkpoint is of another model or optimizer, or its parameters are
@@ -105,6 +107,7 @@ class EngineState:
             strict=options.strict,
             weights_only=weights_only,
             frozen=self._frozen(),
+            needed=needed,
         )
         if not weights_only and self._optimizer is not None:
             self._check_groups(manifest, options)

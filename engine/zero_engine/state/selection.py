@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_checkpoint import Manifest
+from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.match import stored_id
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId
 from zero_checkpoint.format.table import table_of
@@ -74,11 +75,21 @@ def without_frozen(state: State, frozen: Set[str]) -> State:
 
 
 def select(
-    state: State, manifest: Manifest, *, strict: bool, weights_only: bool, frozen: Set[str]
+    state: State,
+    manifest: Manifest,
+    *,
+    strict: bool,
+    weights_only: bool,
+    frozen: Set[str],
+    needed: Set[str],
 ) -> Selection:
     """The part of a state to fill from a checkpoint.
 
-    `weights_only`: without optimizer state; `frozen`: names of parameters that are not trained.
+    `weights_only`: without optimizer state; `frozen`: names of parameters that are not trained;
+    `needed`: names of those that have no values.
+
+    Raises:
+        ModelMismatch: The checkpoint would leave one without values.
     """
     if not weights_only and table_of(manifest.tensors).same_as(state.tensors):
         return Selection(state)
@@ -93,6 +104,13 @@ def select(
         # They were left out when it was saved, see `without_frozen`.
         or (excludes_frozen and t.kind == PARAM and t.fqn in frozen)
     }
+    if lacking := sorted(t.fqn for t in excused if t.kind == PARAM and t.fqn in needed):
+        raise ModelMismatch(
+            f"checkpoint {manifest.tag} does not have {len(lacking)} parameters that have no "
+            f"values here, first {lacking[0]}; they were on the meta device, or a load into them "
+            "has failed: save without exclude_frozen_parameters, or load all weights before, with "
+            "engine.load_state_dict(), or make the model with values"
+        )
     chosen = _only(state, [t for t in state.tensors if t not in excused])
     used = {stored_id(t, manifest) for t in state.tensors}
     extra = {t for t in manifest.tensors if t not in used}

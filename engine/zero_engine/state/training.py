@@ -15,7 +15,7 @@ from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import Manifest
-from zero_checkpoint.format.pieces import State
+from zero_checkpoint.format.pieces import PARAM, State
 from zero_checkpoint.loading import restore
 from zero_checkpoint.loading.in_memory import MemorySearch
 from zero_checkpoint.loading.restore import Loaded
@@ -65,6 +65,8 @@ class Loading:
         self._state = state
         self._moved = moved
         self._before = moved.inconsistent
+        # Also of a damaged checkpoint that was tried, before one that leaves some out.
+        self._needed = set(self._before.params if self._before is not None else ())
         self._options = options
         self._tried = 0
         self._under_way: list[tuple[FlatUnit, Pending]] = []
@@ -127,7 +129,8 @@ class Loading:
 
     def _tear(self, reason: str) -> None:
         before = self._before is not None and self._before.optimizer
-        self._moved.inconsistent = Inconsistency(reason, before or self._options.wants_optimizer)
+        optimizer = before or self._options.wants_optimizer
+        self._moved.inconsistent = Inconsistency(reason, optimizer, self._needed)
 
     def _wanted(self, manifest: Manifest) -> State:
         # Nothing is read into weights that are being exchanged.
@@ -136,7 +139,8 @@ class Loading:
             self._training.check(manifest)
         # From here on anything may have been read, until a load has ended.
         self._tear("a load was interrupted")
-        self._selection = self._state.wanted(manifest, self._options)
+        self._selection = self._state.wanted(manifest, self._options, self._needed)
+        self._needed.update(t.fqn for t in self._selection.state.tensors if t.kind == PARAM)
         self._filled = self._selection.state
         if self.takes_position:
             self._filled = self._training.beside(self._filled, manifest)
