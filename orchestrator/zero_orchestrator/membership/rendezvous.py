@@ -55,6 +55,8 @@ from zero_orchestrator.store.kv import (
 )
 from zero_orchestrator.store.replica import Jump
 
+ASIDE_AT_ONCE = 64
+"""Most nodes that one transaction sets aside."""
 TURN_S = 0.25
 """Additional wait of each further agent in turn, before it tries a transition itself."""
 
@@ -432,6 +434,13 @@ class Rendezvous:
         compares, writes = transaction(
             self.keys, job, transition, lease, at_s=time.time(), took_s=took_s
         )
+        # etcd takes 128 writes at once. Of many nodes, most are set aside beforehand: if the round
+        # goes on after all, each of them comes back by itself.
+        aside = [one for one in writes if one.key.startswith(self.keys.aside(""))]
+        for at in range(ASIDE_AT_ONCE, len(aside), ASIDE_AT_ONCE):
+            some = aside[at : at + ASIDE_AT_ONCE]
+            self._store.txn(compares, some)
+            writes = [one for one in writes if one not in some]
         # The event is in the transaction: it is told even if the answer is lost.
         event = Put(self.keys.told(job.fence, move), self._journal.line(move, reason, **facts))
         # Where no round has been, its absence is no fence: any store without the job has that.

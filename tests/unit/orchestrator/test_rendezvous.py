@@ -12,6 +12,7 @@ from tests.support.memory_store import MemoryStore
 from zero_contract.journal import Journal
 from zero_contract.worker import CommitRequest
 from zero_orchestrator.errors import SpecError, StoreUnavailable, TakenForGone
+from zero_orchestrator.membership.dead_links import DeadLink, LinkReport
 from zero_orchestrator.membership.job_state import Failure, Node, State
 from zero_orchestrator.membership.rendezvous import NodeTaken, Rendezvous
 from zero_orchestrator.membership.rounds import Timing
@@ -533,3 +534,21 @@ def test_an_agent_that_got_no_new_lease_at_first_registers_at_its_next_poll(monk
     job = a.poll()
     assert job.node("a").evicted == 0, "nobody has evicted it"
     assert (job.state, job.n) == (State.ACTIVE, 1)
+
+
+def test_half_of_a_large_job_is_set_aside_although_etcd_takes_128_writes_at_once():
+    cluster = Cluster(max_nodes=300)
+    names = [f"n{index:03}" for index in range(300)]
+    for name in names[1:]:
+        other = Node(id=name, incarnation="1", address=name, slots=1)
+        cluster.store.put(f"/zero/v1/job/nodes/{name}", other.to_json())
+    agent = cluster.join(names[0])
+    cluster.settle()
+    for index, name in enumerate(names):  # of the nodes after it, it reaches every second one
+        dead = tuple(DeadLink(to=other) for other in names[index + 1 : index + 65 : 2])
+        report = LinkReport(node=name, dead=dead)
+        cluster.store.put(f"/zero/v1/job/reports/1/links/{name}", report.to_json())
+    job = agent.poll()
+    assert (job.state, job.charges) == (State.FORMING, 1)
+    assert len(job.aside) > 128
+    assert not any(link <= {node.id for node in job.eligible} for link in job.dead_links)
