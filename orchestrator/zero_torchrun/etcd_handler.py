@@ -23,11 +23,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -62,6 +63,10 @@ RESTARTS = 1_000_000
 """The job's restart budget, which is never reached: torchrun has its own, one for each agent."""
 _BACKLOG = 4096
 """Backlog: how many workers may connect to a round's TCPStore at once."""
+_CONNECT = timedelta(seconds=5)
+"""The longest wait for a connection to the TCPStore of a round; then the job is looked at again."""
+_ANSWER = timedelta(seconds=300)
+"""The timeout of a connected TCPStore, as torch's own."""
 _POLL_S = 0.05
 _FINISH_S = 2.0
 
@@ -309,7 +314,16 @@ class EtcdV3Handler(RendezvousHandler):
         if job.master is None:
             return None
         host, port = split_host_port(job.master)
-        store = self._hosted[1] if index == 0 else TCPStore(host, port, is_master=False)
+        store = self._hosted[1]
+        if index != 0:
+            # The first node may be lost by now, and then this one has to leave the round: it looks
+            # at the job again.
+            try:
+                store = TCPStore(host, port, is_master=False, timeout=_CONNECT)
+            except DistError as error:
+                log.warning("the store of round %d does not answer: %s", job.n, error)
+                return None
+            store.set_timeout(_ANSWER)
         self._round = job.n
         self._workers.begin(job, self._job)
         where = RendezvousStoreInfo(host, port)

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("torch")
 from tests.support.memory_store import MemoryStore
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 from zero_contract.clock import SystemClock
 from zero_contract.journal import Journal
@@ -37,13 +38,14 @@ def store():
 
 @pytest.fixture
 def handler(store):
-    made = EtcdV3Handler(store.client(), "job", SPEC, node("b"), timing=HASTY, join_timeout_s=30.0)
+    made = EtcdV3Handler(store.client(), "job", SPEC, node("b"), timing=HASTY, join_timeout_s=60.0)
     yield made
     made.shutdown()
 
 
-def test_a_round_whose_first_node_is_lost_before_it_has_a_store_is_left_by_the_others(
-    store, handler
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_round_whose_first_node_is_lost_at_its_beginning_is_left_by_the_others(
+    store, handler, has_store
 ):
     first = Rendezvous(
         store.client(), "job", SPEC, node("a"), clock=SystemClock(), journal=Journal("a")
@@ -53,8 +55,11 @@ def test_a_round_whose_first_node_is_lost_before_it_has_a_store_is_left_by_the_o
     joins = threading.Thread(target=lambda: found.append(handler.next_rendezvous()), daemon=True)
     joins.start()
     wait_for(lambda: len(first.poll().members.nodes) == 2, 20, "a round of both")
+    if has_store:
+        first.publish_master(first.snapshot, f"127.0.0.1:{free_port()}")
+        wait_for(lambda: handler._rdzv.snapshot.master, 20, "the other knows where")
     first.close()
-    joins.join(20)
+    joins.join(60)
     assert [(info.rank, info.world_size) for info in found] == [(0, 1)]
 
 
