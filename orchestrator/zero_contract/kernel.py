@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
 """In a container this is its own cgroup."""
 OWN = Path("/proc/self/cgroup")
+_MEMORY = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Files of a cgroup of version 2, and of version 1: its limit, and what is used of it."""
 _CACHE = ("active_file", "inactive_file", "slab_reclaimable")
 """What the kernel can drop, by its name in memory.stat; files in /dev/shm are not in it."""
 
@@ -39,15 +44,25 @@ def own_cgroup(controller: str, files: Sequence[str], cgroups: Path, own: Path) 
 
 
 def available_bytes() -> int:
-    """The memory that processes can still allocate: of the machine, and of their container."""
+    """The memory that processes can still allocate: of the machine, and of all that limits them.
+
+    A container, a Slurm step or a systemd unit is a cgroup, and so may be what is around it.
+    """
     words = text_of(Path("/proc/meminfo")).split()
     left = int(words[words.index("MemAvailable:") + 1]) * 1024
-    with suppress(OSError, ValueError):  # no cgroup of version 2, or no limit in it
-        limit = int((CGROUPS / "memory.max").read_text())
-        used = int((CGROUPS / "memory.current").read_text())
-        pairs = (line.split() for line in (CGROUPS / "memory.stat").read_text().splitlines())
-        # The page cache counts as used, and the kernel drops it when memory is needed: after some
-        # time of reading data, it fills what the limit of a container leaves.
-        cache = sum(int(count) for name, count in pairs if name in _CACHE)
-        left = min(left, max(limit - used + cache, 0))
+    group = own_cgroup("memory", [used for _, used in _MEMORY], CGROUPS, OWN)
+    while group is not None and group.is_relative_to(CGROUPS):
+        left = min([left, *_left_in(group)])
+        group = group.parent
     return left
+
+
+def _left_in(group: Path) -> Iterator[int]:
+    """Bytes up to the limit of a cgroup; nothing if it has none."""
+    for limit, used in _MEMORY:
+        with suppress(OSError, ValueError):  # of another version, or "max"
+            free = int((group / limit).read_text()) - int((group / used).read_text())
+            pairs = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # The page cache counts as used, and the kernel drops it when memory is needed: after
+            # some time of reading data, it fills what the limit of a container leaves.
+            yield max(free + sum(int(count) for name, count in pairs if name in _CACHE), 0)
