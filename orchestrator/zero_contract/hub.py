@@ -78,7 +78,8 @@ class Hub:
     def pause(self, fd: int, seconds: float) -> None:
         """Do not watch `fd` for this time; to be called by the callback of `fd`."""
         listener = self._listeners[fd]
-        self._selector.unregister(fd)
+        with contextlib.suppress(KeyError):  # it has paused, and raised behind that
+            self._selector.unregister(fd)
         listener.due_s = time.monotonic() + seconds
 
     @property

@@ -72,6 +72,19 @@ def test_a_callback_that_raises_is_called_again_after_a_pause_and_watched_for_ev
     hub.close()
 
 
+def test_a_callback_that_pauses_and_raises_is_called_again():
+    hub, fd, calls = Hub(), readable(), []
+
+    def pauses_and_raises() -> None:
+        calls.append(time.monotonic())
+        hub.pause(fd, 0.01)
+        raise ValueError("behind the pause")
+
+    hub.add(fd, pauses_and_raises)
+    wait_for(lambda: len(calls) == 3, 20, "three calls")
+    hub.close()
+
+
 def test_what_fails_on_the_hubs_thread_keeps_it_from_nothing_else(caplog):
     hub, heard = Hub(), threading.Event()
     hub.add(1 << 20, lambda: None)  # no descriptor
