@@ -524,7 +524,7 @@ def drain(world: World, index: int) -> Iterator[World]:
         told = replace(agent, draining=True, plan=None)
         says = Put(KEYS.node(agent.id), told.node.to_json(), agent.lease)
         notes = KEYS.report(world.job.n, "leaving", agent.id)
-        requests = write(world, [], [says, Put(notes, "")])[0]
+        requests = write(world, [], [says, Put(notes, agent.node.incarnation)])[0]
         yield requests.with_agent(index, told, drains=world.drains - 1)
 
 

@@ -52,9 +52,9 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     latest, reports = items.get(keys.latest), kinds["reports"]
     current = Head.from_json(head.value)
     n = current.n
-    members, master, yielded = (
-        items.get(keys.of_round(n, part)) for part in ("members", "master", "yield")
-    )
+    master, yielded = (items.get(keys.of_round(n, part)) for part in ("master", "yield"))
+    written = items.get(keys.of_round(n, "members"))
+    members = _members(written.value) if written else NOBODY
     return Snapshot(
         spec=spec,
         n=n,
@@ -63,13 +63,19 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         fence=head.mod_revision,
         store=f"{found.cluster:x}" if found.cluster else "",
         nodes=nodes,
-        members=_members(members.value) if members else NOBODY,
+        members=members,
         master=master.value if master else None,
         yielding=read(str, yielded.value) if yielded else None,
         yield_revision=yielded.create_revision if yielded else 0,
         quiet=_names(reports, keys.report(n, "quiet/")),
         done=_names(reports, keys.report(n, "done/")),
-        leaving=_names(reports, keys.report(n, "leaving/")),
+        # Another agent may be in its place since, under the same id: that one leaves nothing.
+        leaving=frozenset(
+            node.id
+            for node in members.nodes
+            if (told := items.get(keys.report(n, "leaving", node.id)))
+            and told.value in ("", node.incarnation)  # empty in a record of before
+        ),
         failures=failures(reports, keys.report(n, "fail/"), keys.report(n, "symptom/")),
         links=tuple(_links(i.value) for i in reports if i.key.startswith(keys.report(n, "links/"))),
         charged=tuple(sorted(charges, key=attrgetter("n"))),

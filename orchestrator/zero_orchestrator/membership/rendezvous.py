@@ -254,7 +254,7 @@ class Rendezvous:
             # Others may begin one more round with it, which they decided before they saw the wish:
             # like the present one, it costs no restart if the machine is taken away at once.
             for n in range(job.n if job.has_member(self.node) else job.n + 1, job.n + 2):
-                self._report(n, "leaving")
+                self._report(n, "leaving", self.node.incarnation)
         return revision
 
     def confirm(self) -> None:

@@ -458,6 +458,22 @@ def test_a_machine_that_is_taken_away_after_it_was_told_to_leave_costs_no_restar
     assert (cluster.order(), cluster.view.charges) == ("a", 1), "this one was not told"
 
 
+def test_an_agent_in_the_place_of_one_that_has_left_costs_a_restart_when_it_is_lost():
+    """A unit of systemd, or a pod, starts the agent again under the same id."""
+    cluster = Cluster()
+    for name in "ab":
+        cluster.join(name)
+    cluster.settle()
+    cluster.agents["b"].drain()
+    cluster.agents.pop("b").close()
+    cluster.join("b", "2")
+    cluster.settle()
+    assert (cluster.order(), cluster.view.n, cluster.view.charges) == ("ab", 2, 0)
+    cluster.kill("b")
+    cluster.settle()
+    assert (cluster.order(), cluster.view.charges) == ("a", 1)
+
+
 def test_who_leaves_while_others_begin_a_round_with_it_costs_no_restart(monkeypatch):
     """They had decided before they saw the wish, and it goes before their transaction arrives."""
     cluster = Cluster()
