@@ -226,8 +226,8 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
             num_workers: The processes that load.
             pin_memory: Whether batches are copied to pinned memory.
             worker_init_fn: Called in each of those processes first, with its number.
-            **of_workers: How those processes are started, and for how long they live; they stay
-                from one iteration to the next, unless `persistent_workers` is False.
+            **of_workers: How those processes are started, and for how long they live: by default
+                for one iteration, whose begin is where they get the dataset as it is then.
         """
         super().__init__(sampler, sampler.cursor, sampler.seed)
         self._loader: DataLoader[Any] = DataLoader(
@@ -237,7 +237,7 @@ class ElasticLoader(PositionLoader[MicroBatchSampler]):
             num_workers=num_workers,
             pin_memory=pin_memory,
             worker_init_fn=BeginWorker(worker_init_fn),
-            **{"persistent_workers": num_workers > 0, **of_workers},
+            **of_workers,
         )
 
     def __len__(self) -> int:

@@ -439,6 +439,19 @@ def seeds_numpy(worker: int) -> None:
     torch.manual_seed(worker)
 
 
+class Told(Noise):
+    """Its samples depend on what the script says before each loop, such as by `set_epoch`."""
+
+    step = 0
+
+    def __getitem__(self, at: int) -> Any:
+        return (self.samples[at][0] + Told.step,)
+
+
+def tells(_: nn.Module, __: Optimizer, step: int) -> None:
+    Told.step = step
+
+
 LOADING = {
     "persistent_workers": True,
     "prefetch_factor": 3,
@@ -502,6 +515,7 @@ HABITS: dict[str, Recipe] = {
     "zeroes in place": Recipe(loss=partial(zeroed, False), own_loop=True),
     # data
     "loading processes": Recipe(data=Noise, of_loader=LOADING, workers=2),
+    "tells the data the step": Recipe(data=Told, before=tells, workers=2),
 }
 NOT_IN_TORCH = {
     "returns an object": {"ddp"},
