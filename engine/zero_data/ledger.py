@@ -1,8 +1,9 @@
 """The sample ledger: which samples every executed step really consumed, on every rank.
 
 Owns the files and their check. Must always hold: the line of a step is written to the operating
-system before the step returns, so a killed process loses no step that has ended. There is one file
-per round and rank, DIR/round<R>-rank<r>.jsonl, with a JSON object per line.
+system before the step returns, so a killed process loses no step that has ended. Where there is no
+room for it, the training continues, and the line waits in memory for the end of a later step. There
+is one file per round and rank, DIR/round<R>-rank<r>.jsonl, with a JSON object per line.
 
 Of a step that was executed several times, in several rounds or in one, the *last* execution counts:
 the earlier ones were undone by a rollback to a checkpoint. Each start of a job is a round of its
@@ -12,9 +13,11 @@ own here, also one by hand: see `begin_ledger`.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -23,6 +26,8 @@ import torch
 from torch import Tensor
 
 from zero_contract.errors import ZeroError
+
+_log = logging.getLogger(__name__)
 
 _FILE = re.compile(r"round(\d+)-rank\d+\.jsonl")
 
@@ -84,6 +89,10 @@ class Ledger:
                 file.truncate(file.read().rfind(b"\n") + 1)
         # Unbuffered: each write is one system call, after which it survives the process.
         self._file = path.open("ab", buffering=0)
+        self._end = path.stat().st_size
+        """Of the whole lines in the file."""
+        self._left = b""
+        """Lines that are not in the file yet."""
 
     def consume(
         self, microbatch: int, ids: Iterable[int], documents: Iterable[Documents] = ()
@@ -98,15 +107,33 @@ class Ledger:
         self._microbatches, self._documents = {}, {}
 
     def end_step(self, step: int) -> None:
-        """Write the entry of the step that has just ended."""
+        """Write the entry of the step that has just ended, and those that had no room before."""
         record = {"step": step, **self._common, "microbatches": self._microbatches}
         if self._documents:
             record["documents"] = self._documents
-        self._file.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+        waited = bool(self._left)
+        self._left += json.dumps(record, separators=(",", ":")).encode() + b"\n"
         self.forget()
+        self._write(waited)
+
+    def _write(self, waited: bool) -> None:
+        try:
+            if waited:  # a part of a line may be there, to which the next line would be glued
+                self._file.truncate(self._end)
+            if (written := self._file.write(self._left)) != len(self._left):
+                raise OSError(f"{written} of {len(self._left)} bytes were written")
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(self._end)
+            if not waited:
+                _log.warning("%s waits for room, the run goes on: %s", self._file.name, error)
+        else:
+            self._end, self._left = self._end + len(self._left), b""
 
     def close(self) -> None:
         """Close the file."""
+        if self._left:
+            self._write(waited=True)
         self._file.close()
 
 

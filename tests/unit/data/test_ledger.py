@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,35 @@ def test_what_was_written_is_read_back_and_a_line_cut_short_by_a_kill_is_left_ou
     again.end_step(2)
     again.close()
     assert read_ledger(tmp_path) == written
+
+
+@contextmanager
+def no_room_behind(size_bytes: int) -> Iterator[None]:
+    """Files have no room behind their first bytes: a write is cut short there, the next fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("ends", [4, 5], ids=["written at the next step", "written at the end"])
+@pytest.mark.parametrize("room", range(0, 60, 7))
+def test_without_room_steps_go_on_whole_lines_stay_and_the_others_follow(
+    tmp_path: Path, room: int, ends: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(tmp_path, round=0, rank=0, world=1)
+    steps = [entry(step, 0, 0, 1, {0: (step,)}) for step in range(1, 6)]
+    for each in steps:
+        size = (tmp_path / "round0-rank0.jsonl").stat().st_size
+        with no_room_behind(size + room if each.step in range(2, ends + 1) else -1):
+            ledger.consume(0, (each.step,))
+            ledger.end_step(each.step)
+        assert read_ledger(tmp_path) == steps[: 1 if each.step in range(2, ends + 1) else each.step]
+    ledger.close()
+    assert read_ledger(tmp_path) == steps
+    assert caplog.text.count("round0-rank0.jsonl waits for room, the run goes on") == 1
 
 
 def test_the_documents_of_packed_samples_are_written_and_read_back(tmp_path: Path) -> None:
