@@ -99,6 +99,30 @@ def test_a_worker_ends_as_its_script_would(forking, code, status):
     assert status_of(start(code), news) == status
 
 
+@pytest.mark.parametrize("end", ["", "import sys; sys.exit(3)", "raise ValueError('no')"])
+@pytest.mark.parametrize(
+    "late",
+    [
+        "atexit.register(use)",
+        "threading.Thread(target=lambda: (threading.main_thread().join(), use())).start()",
+    ],
+)
+def test_what_goes_on_behind_the_last_line_finds_the_script_in_main(forking, late, end):
+    """By name, as pickle and the processes that it starts do; also with values of that moment."""
+    start, _, news = forking
+    code = (
+        "import atexit, os, pickle, runpy, sys, threading\n"
+        "class Foo: pass\n"
+        "def use():\n"
+        "    global value\n"
+        "    value = pickle.dumps(Foo())\n"
+        "    os._exit(9 if vars(sys.modules['__main__'])['value'] == value else 1)\n"
+        "assert runpy.run_path(os.devnull, run_name='__main__')['__name__'] == '__main__'\n"
+        f"{late}\n{end}"
+    )
+    assert status_of(start(code), news) == 9
+
+
 def test_ps_and_top_tell_each_rank_from_the_forkserver(forking):
     start, forkserver, news = forking
     code = (

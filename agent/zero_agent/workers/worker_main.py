@@ -52,6 +52,18 @@ _LEFT: list[object] = []
 """The variables that the program leaves behind: never freed, see `end_process`."""
 
 
+class _Main(runpy._TempModule):  # type: ignore[name-defined, misc]
+    """The module of the program, which stays `__main__`: runpy would put the forkserver's back."""
+
+    def __enter__(self) -> object:
+        # For the outermost one alone: a script may use `runpy` itself.
+        runpy._TempModule = _Main.__base__  # type: ignore[attr-defined]
+        return super().__enter__()
+
+    # Threads that go on, and functions of `atexit`, look up names in `__main__`, as does pickle.
+    def __exit__(self, *_: object) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """The program that the user asked to run."""
@@ -84,6 +96,7 @@ def run(program: Program) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [program.target, *program.arguments]
+    runpy._TempModule = _Main  # type: ignore[attr-defined]
     try:
         # The first entry of sys.path is the forkserver's; a program expects its own directory.
         if program.is_module:
