@@ -1,9 +1,9 @@
 """The outcome of each save; the last one must succeed before the script may exit with 0.
 
-A save that fails costs a warning, because the next one may succeed. So the last one is owed: at the
-end of the script it is tried again, and without it the script does not exit with 0. If etcd did not
-let it be published, its files are written already, and rank 0 alone publishes them. The votes
-decide which save is owed, so all ranks agree.
+A save that fails costs a warning, because the next one may succeed. So the last one to each
+directory is owed: at the end of the script it is tried again, and without it the script does not
+exit with 0. If etcd did not let it be published, its files are written already, and rank 0 alone
+publishes them. The votes decide which saves are owed, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 from weakref import ref
 
 from zero_checkpoint.consensus import Record, StoreConsensus
@@ -67,8 +68,7 @@ class LastSave:
         self._consensus = consensus
         self._owner = ref(owner)  # which has this object: no cycle
         self._request: Request | None = None
-        self._owed: Request | None = None
-        self._written: _Written | None = None
+        self._debts: Mapping[Key, Debt] = {}
         self._refused = 0
         """Consecutive saves that were refused for good, so that training saves in vain."""
         self._other_run: OtherRun | None = None  # a refusal that the script does not know yet
@@ -86,8 +86,8 @@ class LastSave:
             # leave. Until then it may compute, and the existing checkpoints stay as they are.
             self._saver.report(outcome)
         elif outcome.error is not None:
-            if not isinstance(outcome.error, DiskFull):
-                self._told()
+            if not isinstance(outcome.error, DiskFull) and self._request is not None:
+                self._told(self._request)
             raise outcome.error
         return outcome.path is not None
 
@@ -105,22 +105,14 @@ class LastSave:
 
     def _note(self, outcome: Outcome) -> None:
         self._link.saved_file(_report(outcome, self.began))
-        error = outcome.error
+        if self._request is not None:
+            self._owe(*after(self._debts, self._request, outcome))
         if outcome.path is not None:
             self._schedule.committed(outcome.write_s)
-            # A newer checkpoint is published: what was only written is of no use any more.
-            self._refused, self._owed, self._request = 0, None, None
-            self._drop_written()
-            self.succeeded()
-            return
-        self._owed = request = self._request
-        if isinstance(error, NotPublished) and request is not None:
-            # Of two that are written, the newer one is to be published.
-            self._drop_written()
-            self._written = _Written(request, place(error.directory), error.attempt)
-        if isinstance(error, DiskFull | NotPublished):
+            self._refused, self._request = 0, None
+        elif isinstance(outcome.error, DiskFull | NotPublished):
             self._schedule.failed_for_now()
-        elif isinstance(error, CommitRefused):
+        elif isinstance(outcome.error, CommitRefused):
             self._refused += 1
 
     def check_refusals(self, directory: Place) -> None:
@@ -148,24 +140,27 @@ class LastSave:
         """A save begins; until it has succeeded, the script must not end."""
         self._request = request
         _AT_EXIT[id(self)] = self, self._owner()
-
-    @property
-    def succeeded(self) -> Callable[[], object]:
-        """To be called when the save that has begun is published, on any thread."""
+        # Called on the thread of the save: the script may have ended, and never ask how that ended.
         # No bound method: the saver has it, and this object has the saver.
-        return partial(_AT_EXIT.pop, id(self), None)
+        owes_more = self._debts.keys() - {_key(request)}
+        forget = partial(_AT_EXIT.pop, id(self), None)
+        self._saver.on_published = (lambda: None) if owes_more else forget
 
-    def _told(self) -> None:
+    def _told(self, request: Request) -> None:
         """The script itself is told of the failure, by an exception: it decides."""
-        self._owed = self._request = None
-        if self._written is None:  # else it may yet be published, at the exit
-            self.succeeded()
+        self._request = None
+        # What is written may yet be published, at the exit.
+        written = self._debts.get(_key(request), Debt()).written
+        self._owe({**self._debts, _key(request): Debt(written=written)})
 
-    def _drop_written(self) -> None:
-        """Remove files that are written, not published, and of no use any more."""
-        written, self._written = self._written, None
-        if written is not None and written.attempt is not None:
-            withdraw(written.directory, written.attempt.disk)
+    def _owe(self, debts: Mapping[Key, Debt], of_no_use: Iterable[Written] = ()) -> None:
+        """Note what is owed now, and remove files that are not to be published any more."""
+        self._debts = {key: debt for key, debt in debts.items() if debt != Debt()}
+        for written in of_no_use:
+            if written.attempt is not None:
+                withdraw(written.directory, written.attempt.disk)
+        if not self._debts:
+            _AT_EXIT.pop(id(self), None)
 
     # ---- waiting, on all ranks ----
 
@@ -182,19 +177,19 @@ class LastSave:
             return
         if self._link.leaving and not self._saver.last_lacked_room:  # it has waited for etcd
             # The workers leave, and the next round resumes from what is published.
-            self._owed = None
-            self._drop_written()
-        written, request = self._written, self._due
-        if request is not None and (written is None or request is not written.request):
-            self.wait_for_room(request)
-        elif written is not None:
-            self._wait_for_etcd(written, self._consensus.announce)
-
-    @property
-    def _due(self) -> Request | None:
-        """The save that is owed, if the state still is the one that was to be saved."""
-        request = self._owed
-        return request if request and request.step == self._training.cursor.step else None
+            self._owe({}, [debt.written for debt in self._debts.values() if debt.written])
+        step = self._training.cursor.step
+        for request, _, written in list(self._debts.values()):
+            # Only as long as the state still is the one that was to be saved.
+            if request and not _is(request, written) and request.step == step:
+                self.wait_for_room(request)
+            elif written is not None:
+                self._wait_for_etcd(written, self._consensus.announce)
+        if (lost := missing(self._debts)) and not self._link.leaving:
+            self._owe({})
+            raise CheckpointError(
+                f"{lost}; training is at step {step}: save at the end of the script"
+            )
 
     def await_saved(self, request: Request, *, may_continue: bool) -> bool:
         """Wait for a save; returns whether it succeeded. Disk full is no error of the script.
@@ -240,16 +235,17 @@ class LastSave:
                 if isinstance(outcome.error, NotPublished):
                     break
                 if not isinstance(outcome.error, DiskFull):
-                    self._told()
+                    self._told(request)
                     raise outcome.error
                 self._link.save_waits(request.step, "room", until_s - time.monotonic())
                 if not self._consensus.announce(partial(self._may_wait, until_s))["wait"]:
-                    self._told()
+                    self._told(request)
                     text = f"no room in {request.root} for the checkpoint of step {request.step}"
                     raise DiskFull(f"{text} within {limit_s:g} s; free some")
                 self._link.saved(time.monotonic() - began_s)
-        assert self._written is not None
-        self._wait_for_etcd(self._written, self._consensus.announce)
+        written = self._debts[_key(request)].written
+        assert written is not None
+        self._wait_for_etcd(written, self._consensus.announce)
 
     def _may_wait(self, until_s: float) -> Record:
         """On rank 0, after a pause: whether to try once more."""
@@ -258,7 +254,7 @@ class LastSave:
         return {"wait": time.monotonic() < until_s and not asked}
 
     def _wait_for_etcd(
-        self, written: _Written, announce: Callable[[Callable[[], Record]], Record]
+        self, written: Written, announce: Callable[[Callable[[], Record]], Record]
     ) -> None:
         """Publish what is written, as soon as etcd allows it; the agent limits the wait."""
         request = written.request
@@ -274,8 +270,7 @@ class LastSave:
                 self._link.heartbeat()  # of rank 0, too
                 if verdict.get("written"):
                     continue  # without a pause: the agent has waited for etcd before it answered
-                self._written = None  # published, or removed
-                self._told()
+                self._owe(without(self._debts, written))  # published, or removed
                 raise_problem(verdict)
                 self._saver.published(request, written.directory)
                 return
@@ -298,7 +293,7 @@ class LastSave:
         finally:
             self._consensus.on_wait = look
 
-    def _publish(self, written: _Written) -> Record:
+    def _publish(self, written: Written) -> Record:
         """On rank 0: try to publish what is written."""
         request, attempt = written.request, written.attempt
         assert attempt is not None
@@ -317,33 +312,97 @@ class LastSave:
         """Make up for the last save as far as this rank can; returns what is missing, or ""."""
         if self._link.leaving or self._link.group_lost.is_set():
             return ""  # the job goes on: this end of the script is not its last
-        why = ""
         if (outcome := self._saver.wait()) is not None:
             self._note(outcome)
-            why = f": {outcome.error}" if outcome.error is not None else ""
-        written, request = self._written, self._due
-        if written is not None and (request is None or request is written.request):
+        problems = []
+        for debt in list(self._debts.values()):
             try:
                 # Rank 0 alone: the other ranks may have ended already, and take no verdict.
-                if written.attempt is not None:
-                    self._wait_for_etcd(written, lambda make: make())
+                if debt.written is not None and debt.written.attempt is not None:
+                    self._wait_for_etcd(debt.written, lambda make: make())
             except ZeroError as error:
-                return str(error)
-            return ""  # or rank 0 publishes it
-        if request is None:
-            return ""
-        failed = "found no room" if self._saver.last_lacked_room else "was not saved"
-        return f"its last checkpoint, of step {request.step}, {failed} in {request.root}{why}"
+                problems.append(str(error))
+        return "; ".join(filter(None, [*problems, missing(self._debts)]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+# ---- what is owed, as pure functions ----
+
+Key = tuple[str, bool]
+"""A directory, and whether checkpoints are saved aside there: neither makes up for the other."""
+
+
+class Written(NamedTuple):
     """A save whose files are written, and which is not published."""
 
     request: Request
     directory: Place
     attempt: Attempt | None
     """To publish it; on rank 0 alone."""
+
+
+class Debt(NamedTuple):
+    """What a script owes to one directory before it may exit with 0."""
+
+    owed: Request | None = None
+    """The newest save, if it has failed, and no exception has told the script so."""
+    problem: str = ""
+    """How that has failed."""
+    written: Written | None = None
+    """The newest save that is written, and not published: the same one, or one before."""
+
+
+def after(
+    debts: Mapping[Key, Debt], request: Request, outcome: Outcome
+) -> tuple[dict[Key, Debt], list[Written]]:
+    """What is owed when a save has ended; and what is written in vain, as a newer one is there."""
+    key, error = _key(request), outcome.error
+    before = debts.get(key, Debt()).written
+    written = None if outcome.path is not None else before
+    if isinstance(error, NotPublished):
+        written = Written(request, place(error.directory), error.attempt)
+    in_vain = [before] if before is not None and before is not written else []
+    if outcome.path is None:
+        how = "found no room" if isinstance(error, DiskFull) else "was not saved"
+        return {**debts, key: Debt(request, f"{how} in {request.root}: {error}", written)}, in_vain
+    others = {
+        # The work of an earlier step is not lost, wherever it is saved now; but who resumes looks
+        # into one directory, so what is written there is to be published all the same.
+        other: Debt(written=debt.written)
+        if debt.owed is not None and debt.owed.step < request.step and not request.aside
+        else debt
+        for other, debt in debts.items()
+        if other != key
+    }
+    return others, in_vain
+
+
+def without(debts: Mapping[Key, Debt], written: Written) -> dict[Key, Debt]:
+    """What is owed when a save that was written has been published, or removed."""
+    return {
+        key: debt
+        if debt.written is not written
+        else Debt()
+        if _is(debt.owed, written)
+        else debt._replace(written=None)
+        for key, debt in debts.items()
+    }
+
+
+def missing(debts: Mapping[Key, Debt]) -> str:
+    """The saves of which nothing is written, or ""."""
+    return "; ".join(
+        f"its last checkpoint, of step {debt.owed.step}, {debt.problem}"
+        for debt in debts.values()
+        if debt.owed is not None and not _is(debt.owed, debt.written)
+    )
+
+
+def _is(request: Request | None, written: Written | None) -> bool:
+    return written is not None and written.request is request
+
+
+def _key(request: Request) -> Key:
+    return str(request.root.resolve()), request.aside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,6 @@ class Persistence:
         self.schedule = Schedule(config, restarts, training.rank)
         self._consensus = self._consensus_of("consensus", partial(link.raise_if_leaving, "loading"))
         self.last = LastSave(training, link, self.saver, self.schedule, self._consensus, self)
-        self.saver.on_published = self.last.succeeded
         self.ram: InMemoryCheckpoints | None = None
         if config.ram is not None:
             self.ram = InMemoryCheckpoints(
@@ -197,6 +196,7 @@ class Persistence:
             problem=problem,
             step=step,
             tag=tag,
+            aside=aside,
             fence=self._link.fence(
                 step,
                 tag,

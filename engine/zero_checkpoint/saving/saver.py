@@ -47,6 +47,8 @@ class Request:
     step: int
     tag: str
     fence: Fence | None
+    aside: bool = False
+    """See `Manifest.is_aside`."""
     problem: CheckpointError | None = None
     """Why this rank cannot save its state; then no rank saves."""
 
