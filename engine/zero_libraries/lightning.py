@@ -12,13 +12,12 @@ run's checkpoint. `ModelCheckpoint` writes what it always writes, for other uses
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -35,6 +34,31 @@ _REPLACED = ("restore_checkpoint_after_setup", "lightning_restore_optimizer", "s
              "optimizer_state", "process_dataloader", "training_step", "backward",
              "optimizer_step")  # fmt: skip
 """Methods of a strategy in whose place a run's are."""
+_AVERAGES = "WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"
+_REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda it: it.accumulate_grad_batches != 1,
+     "accumulate_grad_batches: leave it out; microbatches takes its place"),
+    (lambda it: _has(it, ["GradientAccumulationScheduler"]),
+     "GradientAccumulationScheduler: leave it out; microbatches is that of all steps"),
+    (lambda it: not it.lightning_module.automatic_optimization,
+     "automatic_optimization=False: call zero_torch.protect() in the module"),
+    (lambda it: getattr(it.precision_plugin, "scaler", None) is not None,
+     "precision='16-mixed' has a scaler of its own: give 'bf16-mixed'"),
+    (lambda it: it.reload_dataloaders_every_n_epochs,
+     "reload_dataloaders_every_n_epochs: a run has one DataLoader for all epochs: leave it out, "
+     "and let the dataset have the samples of all of them"),
+    (lambda it: len(it.lr_scheduler_configs) > 1,
+     "configure_optimizers() gives several schedulers, of which the state of one would be saved: "
+     "give one scheduler, such as SequentialLR or ChainedScheduler of them"),
+    (lambda it: any(each.reduce_on_plateau for each in it.lr_scheduler_configs),
+     "ReduceLROnPlateau: Lightning leaves out its step when an epoch was resumed: give a schedule "
+     "that needs no metric, or train in a loop of your own by zero_torch.protect()"),
+    (lambda it: _has(it, _AVERAGES),
+     f"{', '.join(_AVERAGES)}: the average would not be in the run's checkpoint: give the strategy "
+     "stateful={'average': torch.optim.swa_utils.AveragedModel(module)}, and call its "
+     "update_parameters(module) in on_train_batch_end() of a callback"),
+)  # fmt: skip
+"""What of a Trainer is refused, and the reason with the remedy."""
 
 
 class _Protected:
@@ -51,6 +75,7 @@ class _Protected:
         directory: str | os.PathLike[str],
         *more: Any,
         microbatches: int,
+        stateful: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
@@ -61,12 +86,14 @@ class _Protected:
             *more: As for the strategy of Lightning, as are `named`.
             microbatches: Those of a global batch, over all ranks; the batches of the script's
                 DataLoader are micro-batches.
-            config: As for `zero_torch.protect`.
+            stateful: As for `zero_torch.protect`, as is `config`.
+            config: See `stateful`.
             **named: See `more`.
         """
         super().__init__(*more, **named)
         self._directory = directory
         self._microbatches = microbatches
+        self._stateful = stateful
         self._config = config
         self._batches: GlobalBatches | None = None
         self._micro_batch: Any = None
@@ -118,6 +145,7 @@ class _Protected:
                 batches.given,
                 microbatches=self._microbatches,
                 scheduler=schedulers[0] if schedulers else None,
+                stateful=self._stateful,
                 config=self._config,
             )
             self.run.keep_client_state(self.state)
@@ -237,17 +265,18 @@ def check(trainer: pl.Trainer) -> None:
     Raises:
         ConfigError: One of them cannot be kept; names it.
     """
-    module: Any = trainer.lightning_module
-    precision: Any = trainer.precision_plugin
     check_replaced("lightning", pl.strategies.Strategy, _REPLACED)
-    check_replaced("lightning", precision, ("clip_grad_by_norm",))
+    check_replaced("lightning", trainer.precision_plugin, ("clip_grad_by_norm",))
     check_replaced("lightning", trainer._checkpoint_connector, ("_loaded_checkpoint",))
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigError("accumulate_grad_batches: leave it out; microbatches takes its place")
-    if not module.automatic_optimization:
-        raise ConfigError("automatic_optimization=False: call zero_torch.protect() in the module")
-    if isinstance(precision, MixedPrecision) and precision.scaler is not None:
-        raise ConfigError("precision='16-mixed' has a scaler of its own: give 'bf16-mixed'")
+    for refused, why in _REFUSED:
+        if refused(trainer):
+            raise ConfigError(why)
+
+
+def _has(trainer: Any, kinds: Sequence[str]) -> bool:
+    # By name: older versions of Lightning have not all of these callbacks.
+    bases = {base.__name__ for each in trainer.callbacks for base in type(each).__mro__}
+    return not bases.isdisjoint(kinds)
 
 
 class _Saves(Callback):

@@ -139,27 +139,81 @@ def test_prompts_that_a_stream_repeats_by_the_number_of_ranks_are_refused() -> N
         whole_groups(stream, generations=2)
 
 
+def _scheduler(kind: str) -> Any:
+    """What a module's configure_optimizers gives to Lightning."""
+    types = pytest.importorskip("lightning.pytorch.utilities.types")
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters())
+    scheduler = getattr(torch.optim.lr_scheduler, kind)(optimizer)
+    plateau = kind == "ReduceLROnPlateau"
+    return types.LRSchedulerConfig(scheduler, reduce_on_plateau=plateau, monitor="loss")
+
+
+def _lightning(tmp_path: Path, **argument: Any) -> Any:
+    lightning = pytest.importorskip("lightning")
+    trainer = lightning.Trainer(
+        accelerator="cpu", logger=False, default_root_dir=str(tmp_path),
+        enable_checkpointing=False, enable_progress_bar=False, **argument,
+    )  # fmt: skip
+    trainer.strategy.connect(lightning.LightningModule())
+    return trainer
+
+
 @pytest.mark.parametrize(
     ("argument", "manual", "remedy"),
     [
         ({"accumulate_grad_batches": 2}, False, "microbatches takes its place"),
+        ({"reload_dataloaders_every_n_epochs": 1}, False, "one DataLoader for all epochs"),
         ({}, True, r"call zero_torch\.protect\(\) in the module"),
     ],
 )
 def test_an_argument_of_lightning_that_cannot_be_kept_is_refused(
     tmp_path: Path, argument: dict[str, Any], manual: bool, remedy: str
 ) -> None:
-    lightning = pytest.importorskip("lightning")
     from zero_libraries.lightning import check
 
-    module = lightning.LightningModule()
-    module.automatic_optimization = not manual
-    trainer = lightning.Trainer(
-        accelerator="cpu", logger=False, default_root_dir=str(tmp_path),
-        enable_checkpointing=False, enable_progress_bar=False, **argument,
-    )  # fmt: skip
-    trainer.strategy.connect(module)
+    trainer = _lightning(tmp_path, **argument)
+    trainer.lightning_module.automatic_optimization = not manual
     with pytest.raises(ConfigError, match=remedy):
+        check(trainer)
+
+
+@pytest.mark.parametrize(
+    ("schedulers", "remedy"),
+    [
+        (["LinearLR", "ConstantLR"], r"one scheduler, such as .*ChainedScheduler"),
+        (["ReduceLROnPlateau"], r"ReduceLROnPlateau: Lightning leaves out its step"),
+    ],
+)
+def test_a_schedule_of_lightning_that_would_change_with_a_resume_is_refused(
+    tmp_path: Path, schedulers: list[str], remedy: str
+) -> None:
+    pytest.importorskip("lightning")
+    from zero_libraries.lightning import check
+
+    trainer = _lightning(tmp_path)
+    trainer.strategy.lr_scheduler_configs = [_scheduler(kind) for kind in schedulers]
+    with pytest.raises(ConfigError, match=remedy):
+        check(trainer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "remedy"),
+    [
+        ("WeightAveraging", {}, r"stateful="),
+        ("EMAWeightAveraging", {}, r"stateful="),
+        ("StochasticWeightAveraging", {"swa_lrs": 0.1}, r"stateful="),
+        ("GradientAccumulationScheduler", {"scheduling": {1: 2}}, "microbatches"),
+    ],
+)
+def test_a_callback_of_lightning_whose_state_is_not_kept_is_refused(
+    tmp_path: Path, kind: str, given: dict[str, Any], remedy: str
+) -> None:
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    from zero_libraries.lightning import check
+
+    derived = type("Mine", (getattr(callbacks, kind),), {})
+    trainer = _lightning(tmp_path, callbacks=[derived(**given)])
+    with pytest.raises(ConfigError, match=f"{kind}.*{remedy}"):
         check(trainer)
 
 
