@@ -25,7 +25,6 @@ from zero_comm.worker.distributed import local_rank
 from zero_contract.errors import ZeroError
 from zero_contract.worker import Progress
 from zero_data.generators import generators_of_module, seed_generators
-from zero_data.global_batch import mix
 from zero_data.lanes.adapters.loaders import Given
 from zero_data.own_loader import MicroBatches
 from zero_data.position_loader import Moment, PositionLoader, seed_everything
@@ -138,7 +137,10 @@ class Engine(WholeWeights):
     # ---- a step ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; in training with the random state of this micro-batch."""
+        """The module's forward; in training with the random state of this micro-batch.
+
+        Of several forwards of a micro-batch the first seeds; the others go on with its numbers.
+        """
         kinds = FOR_FORWARD_OF_SHARDS if self._core.stage.shards_parameters else FOR_FORWARD
         # Weights that arrive late are awaited module by module.
         self._core.moved.compute("forward", kinds, arrived=False)
@@ -151,15 +153,14 @@ class Engine(WholeWeights):
                     self._come_back()
                 see_forward(self._session, self.module)
                 begin_micro_step(self._session)
-                microbatch = self._run.microbatch()
                 if self._core.zero is not None:
                     first = self._run.plan().first_place(self._run.assignment)
                     self._core.writes.begin_micro_step(first)
-                number = mix(self._config.seed, self._run.cursor.step, microbatch.index)
-                seed = partial(self._seed, number)
-                if self._core.zero is not None and not self._core.zero.accumulating:
-                    self._self_test.run_if_due(call, args, kwargs, seed)
-                seed()
+                if (number := self._micro_steps.begin_forward()) is not None:
+                    seed = partial(self._seed, number)
+                    if self._core.zero is not None and not self._core.zero.accumulating:
+                        self._self_test.run_if_due(call, args, kwargs, seed)
+                    seed()
             # A forward goes on without a lost peer: the script needs something to call backward on.
             with (
                 outlived(self._session, goes_on=True) if training else nullcontext(),
@@ -168,6 +169,7 @@ class Engine(WholeWeights):
             ):
                 output = call(args, kwargs)
             if training:
+                self._micro_steps.end_forward()
                 self._core.writes.check_parameters()
         self._plain_backward.watch(output)
         return output
@@ -248,6 +250,7 @@ class Engine(WholeWeights):
         """The loop over it begins, has drawn a batch, or ends."""
         if not loader.elsewhere:
             self._come_back()
+            self._micro_steps.begun = None  # what ran before is not of the batch that comes
         if self._session.staying is not None:
             self._session.staying.hear_loop(loader, are_away=self._core.moved.are_away)
 

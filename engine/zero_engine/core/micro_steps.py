@@ -23,7 +23,7 @@ from zero_comm.sums.reduction import Turn
 from zero_contract.errors import ZeroError
 from zero_data.draws import Ticket
 from zero_data.elastic_loader import PAST_THE_EPOCH
-from zero_data.global_batch import BatchShape, StepPlan
+from zero_data.global_batch import BatchShape, StepPlan, mix
 from zero_data.token_weights import (
     BY_SCRIPT,
     NOT_GIVEN,
@@ -99,6 +99,10 @@ class MicroSteps:
         self._tokens: list[Count] = []
         self._drawn: Ticket | None = None
         """The last batch that was drawn when the current micro-step began."""
+        self.begun: tuple[int, ...] | None = None
+        """The micro-step whose forwards have begun random numbers; None: there is none."""
+        self._seed, self._found = 0, torch.empty(0, dtype=torch.uint8)
+        """How they began, and the state of those of torch that was found then."""
         self._options = OptionsOfStep(core.zero.optimizer) if core.zero is not None else None
         self._checked: tuple[BatchShape, int] | None = None
         self._told: set[str] = set()
@@ -109,6 +113,34 @@ class MicroSteps:
         is_new = what not in self._told
         self._told.add(what)
         return is_new
+
+    # ---- forward ----
+
+    def begin_forward(self) -> int | None:
+        """The seed of a forward; None: its random numbers go on from where they are."""
+        found, inside = torch.get_rng_state(), torch._C._current_graph_task_id() != -1
+        if not inside and self._core.reducer is not None:
+            self._core.reducer.discard_failed()  # what failed is tried again, with its numbers
+        # Activation checkpointing runs one again in a backward, and puts back what it has found; a
+        # script may do the same.
+        if inside or self.begun == self._now():
+            return self._seed if torch.equal(found, self._found) else None
+        place = self._run.cursor.step, self._run.microbatch().index
+        # Behind a backward there may be the numbers of the step (`behind_last`), by world size.
+        seed = mix(self._core.layout.config.seed, *place, *[1] * self._has_loss)
+        if seed != self._seed:  # else what is found may be where the first one has come to
+            self._seed, self._found = seed, found
+        self.begun = None
+        return self._seed
+
+    def end_forward(self) -> None:
+        """Note that a forward has not failed."""
+        self.begun = self.begun or self._now()
+
+    def _now(self) -> tuple[int, ...]:
+        cursor, reducer = self._run.cursor, self._core.reducer
+        failed = reducer.failed if reducer is not None else 0
+        return cursor.moves, cursor.step, cursor.micro, self._has_loss, failed
 
     # ---- before backward ----
 
@@ -261,6 +293,7 @@ class MicroSteps:
             self._tokens.clear()
         if not run.cursor.micro or self._phase.has_run:
             self._phase.move(Move.DROP)
+            self.begun = None
             core.writes.drop(run.cursor.micro)
         core.zero.accumulating = bool(self._losses)
 

@@ -165,6 +165,8 @@ class GradReducer:
         self._next = 0
         self.phase = Phase(CALLS)
         """Where in a step this rank is."""
+        self.failed = 0
+        """Backward passes that have failed half way, and were discarded."""
         self._graph_task = -1
         """Autograd's number, unique in the process, of the backward pass of the newest loss."""
         self.on_plain_backward: Callable[[], None] = _refuse
@@ -229,6 +231,7 @@ class GradReducer:
         self.pipeline.complete()
         for gradient in self._order:
             gradient.buffer = None
+        self.failed += 1
         self.phase.move(Move.RECALL if self.pipeline.turn.first else Move.FAIL)
 
     @property
