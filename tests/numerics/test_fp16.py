@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 import zero_deepspeed
 from tests.support.training import config, fingerprint, make_engine, train
 from tests.support.world import WorldError, WorldPool
-from zero_engine.core.engine import Engine
+from zero_contract.errors import ZeroError
+from zero_deepspeed.engine import Engine
 
 STAGES = (0, 1, 2, 3)
 STEPS = 6
@@ -71,6 +72,35 @@ def norms_at_scales(scales: list[float]) -> list[tuple[Any, ...]]:
         assert engine.optimizer.loss_scale == scale
         seen.append((engine.get_global_grad_norm(), engine.mean_loss, engine.weight_hash()))
     return seen
+
+
+@pytest.mark.parametrize("scale", [1000.0, 1024.0])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.corners(stage=[0, 3])
+def test_a_step_that_is_refused_can_be_made_again(
+    worlds: WorldPool, stage: int, scale: float
+) -> None:
+    for undisturbed, refused in worlds.run(2, norms_after_refusals, stage, scale):
+        assert refused == pytest.approx(undisturbed, rel=1e-6)
+
+
+def norms_after_refusals(stage: int, scale: float) -> list[float | None]:
+    norms = []
+    for refusals in (0, 2):
+        engine = make_engine(config(stage, fp16={"enabled": True, "loss_scale": scale}))
+        (group, *_), batches = engine.optimizer.param_groups, iter(engine.training_dataloader)
+        while engine.global_steps < 1:
+            engine.backward(engine(next(batches)))
+            if engine.is_gradient_accumulation_boundary():
+                lr = group["lr"]
+                group["lr"] = lr * (1 + engine.global_rank)
+                for _ in range(refusals):
+                    with pytest.raises(ZeroError, match="lr"):
+                        engine.step()
+                group["lr"] = lr
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return norms
 
 
 def line_engine(**more: Any) -> Engine:

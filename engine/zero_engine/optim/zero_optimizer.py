@@ -241,17 +241,20 @@ class ZeroOptimizer:
         # What is left of the loss scale in the sums: a power of two can be taken out at any time;
         # any other is taken out before the norm, as torch.amp.GradScaler does.
         scale = self.scale
-        if math.frexp(scale)[0] != 0.5:
-            for each in self.sums:
-                each.total.mul_(1 / scale)
-            scale = 1.0
-        # One number says whether all ranks have the same options and parameters, and have written
-        # the same to small ones; it travels with the norm. What differs is asked only if it does.
-        written = checksum(self._small(), notes.device)
-        agreed = self._same.agree(self._agreement, self.totals, notes, written)
-        if not agreed.alike:
-            self._refuse_written()
-        share = correction(agreed.notes) / scale
+        rest = scale if math.frexp(scale)[0] == 0.5 else 1.0
+        self._multiply_sums(rest / scale)
+        try:
+            # One number says whether all ranks have the same options and parameters, and have
+            # written the same to small ones; it travels with the norm. What differs is asked only
+            # if it does.
+            written = checksum(self._small(), notes.device)
+            agreed = self._same.agree(self._agreement, self.totals, notes, written)
+            if not agreed.alike:
+                self._refuse_written()
+            share = correction(agreed.notes) / rest
+        except BaseException:  # the script may mend it, and call step() again
+            self._multiply_sums(scale / rest)
+            raise
         norm, factor = clipped(agreed.norm, share, self._clip)
         # All ranks have this norm, so all of them see an overflow, and skip.
         applied = math.isfinite(norm) or not self._skips
@@ -268,14 +271,17 @@ class ZeroOptimizer:
         self._same.stepped()
         return StepOutcome(applied, norm, agreed.notes, scaling, culprit)
 
+    def _multiply_sums(self, factor: float) -> None:
+        if factor != 1:
+            for each in self.sums:
+                each.total.mul_(factor)
+
     def _apply(self, factor: float) -> None:
         """Step the weights with the gradient sums, times a factor. Collective."""
         for hold in self.before_change:
             hold()
         self.changing = True
-        if factor != 1:
-            for each in self.sums:
-                each.total.mul_(factor)
+        self._multiply_sums(factor)
         # At stage 0 every rank steps all weights; a backend has given every rank all sums already.
         if not self._layout.stage.shards_optimizer and not self._layout.native:
             gathers = [
