@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.models import make_model, param_groups
 from tests.support.training import SUB_GROUP, config, fingerprint, make_engine, train
-from tests.support.world import WorldPool
+from tests.support.world import WorldPool, one_result
 from zero_contract.errors import ZeroError
 from zero_deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -137,6 +139,70 @@ def train_split(path: str, ratio: float) -> tuple[str, tuple[str, int]]:
     trained = [unit for unit in engine._core.units if unit.spec.trained]
     assert len(trained) == 3
     return hashes[0], (hashes[1], sum(unit.tiers.offloaded for unit in trained))
+
+
+class CountsInGroup(torch.optim.Optimizer):
+    """Counts its steps in the options of a param group, as apex and many others do."""
+
+    needs_whole_parameters = False
+
+    def __init__(self, params: Any, how: str = "a number") -> None:
+        super().__init__(params, {"lr": 0.01, "how": how})
+        for group in self.param_groups:
+            kept = {"a number": 0, "a tensor": torch.zeros(()), "a list": [0]}
+            group.update({"t": kept[how]} if how in kept else {})
+
+    def count(self, group: dict[str, Any]) -> int:
+        match group["how"]:
+            case "a tensor":
+                group["t"] += 1
+            case "a list":
+                group["t"][0] += 1
+                return int(group["t"][0])
+            case _:
+                group["t"] = group.get("t", 0) + 1
+        return int(group["t"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if group["how"] == "with parameters" and not group["params"]:
+                continue
+            rate = group["lr"] / self.count(group)
+            for param in group["params"]:
+                mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                param.add_(mean.mul_(0.9).add_(param.grad), alpha=-rate)
+
+
+HOWS = ("a number", "a tensor", "a list", "made late", "with parameters")
+MASTERS = {"enabled": True, "bf16_master_weights_and_grads": True}
+
+
+def train_counting(how: str, path: str) -> list[tuple[str, list[int]]]:
+    """Hashes and counts: without and with offloading, then with master weights in bf16."""
+    found = []
+    for where, more in [("none", {}), ("nvme+nvme", {}), ("none", {"bf16": MASTERS})]:
+        settings = offloading(3, where, path) | more
+        del settings["optimizer"]
+        model = make_model()
+        own = CountsInGroup(param_groups(model), how)
+        kept = own.param_groups[0]["t"] if how == "a tensor" else None
+        engine = make_engine(settings, model=model, optimizer=own, model_parameters=None)
+        train(engine, 3)
+        assert kept is None or own.param_groups[0]["t"] is kept
+        counts = [group["t"] for group in own.param_groups]
+        found.append((engine.weight_hash(), [int(c[0] if how == "a list" else c) for c in counts]))
+    return found
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.corners(how=["a tensor", "with parameters"])
+def test_an_optimizer_that_counts_in_its_groups_counts_each_step_once(
+    worlds: WorldPool, tmp_path: Path, how: str
+) -> None:
+    plain, offloaded, low = one_result(worlds, train_counting, how, str(tmp_path), sizes=(1, 2, 3))
+    assert offloaded == plain != low
+    assert plain[1] == low[1] == [3, 3]
 
 
 def train_fp16(where: str, path: str) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from zero_engine.optim.rows import WEIGHTS, Moments, brought, rows_of, widened
 from zero_engine.optim.steps import StepAtOnce, only, step
@@ -152,6 +153,21 @@ class StepBySubGroups:
 
     def parts(self, *, weights_only: bool = False) -> Iterator[None]:
         """The segments on the device at once, then each sub-group while it is in memory."""
+        groups = self._optimizer.param_groups
+        # Each sub-group counts this step from the same number also where a param group counts.
+        before = [_options(group) for group in groups]
+        after = list(before)
+        for _ in self._each_part(weights_only=weights_only):
+            yield
+            for index, group in enumerate(groups):
+                # One without parameters here may not have counted.
+                if group["params"]:
+                    after[index] = _options(group)
+                _set_options(group, before[index])
+        for group, options in zip(groups, after, strict=True):
+            _set_options(group, options)
+
+    def _each_part(self, *, weights_only: bool) -> Iterator[None]:
         if self._others is not None:
             # Where state rests in 16 bits, those on the device are empty and only count steps.
             for segment in self._empty:
@@ -259,6 +275,23 @@ class StepBySubGroups:
             sub_group.unit.accept(sub_group.start, lease.rows[WEIGHTS])
         elif direction.device != total.device:
             total.copy_(direction, non_blocking=True)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the options of a param group; whoever counts in place does not change it."""
+    options = {key: value for key, value in group.items() if key != "params"}
+    copied: dict[str, Any] = tree_map_only(Tensor, lambda each: each.detach().clone(), options)
+    return copied
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key in group.keys() - options.keys() - {"params"}:
+        del group[key]
+    for key, value in _options(options).items():
+        if isinstance(group.get(key), Tensor) and isinstance(value, Tensor):
+            group[key].data.copy_(value)  # a compiled step reads the rate from this very tensor
+        else:
+            group[key] = value
 
 
 def _parts(
