@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero_deepspeed
 from tests.support.models import Tokens, make_model, param_groups
@@ -23,6 +23,8 @@ from tests.support.world import (
     one_of_stages,
     one_result,
 )
+from zero_contract.errors import ConfigError
+from zero_deepspeed.utils import safe_get_full_optimizer_state
 
 STEPS = 4
 STAGES = (0, 1, 2, 3)
@@ -233,3 +235,102 @@ def set_a_rate() -> tuple[bool, float]:
     engine = make_engine(settings, model=model, model_parameters=None, optimizer=optimizer)
     engine.set_lr(0.25)
     return optimizer.param_groups[0]["lr"] is rate, float(rate)
+
+
+# ---- optimizers that have stepped already ----
+
+
+class Layers(nn.Module):
+    """Three units: two layers and the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.shift = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x + self.shift).square().mean()
+
+
+def stepped_before(
+    steps: dict[str, int], groups: int, whole: bool, name: str = "AdamW"
+) -> tuple[str, list[Any]]:
+    """What is refused, and of each parameter its count of steps and whether its mean has come."""
+    model = Layers()
+    named = dict(model.named_parameters())
+    members = [[p for n, p in named.items() if n in steps], list(named.values())]
+    members[1] = [p for p in members[1] if groups == 1 or all(p is not q for q in members[0])]
+    cls = getattr(torch.optim, name)
+    optimizer = cls([{"params": each} for each in members[-groups:]], lr=0.1)
+    optimizer.needs_whole_parameters = whole
+    for step in range(max(steps.values())):
+        for fqn, param in named.items():
+            param.grad = torch.ones_like(param) if step < steps.get(fqn, 0) else None
+        optimizer.step()
+    before = {n: dict(optimizer.state[p]) for n, p in named.items() if p in optimizer.state}
+    settings = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+    refused = ""
+    try:
+        zero_deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    except ConfigError as error:
+        refused = str(error)
+        optimizer.state.clear()
+        zero_deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    found: list[Any] = []
+    for fqn, param in named.items():
+        mean = safe_get_full_optimizer_state(param, "exp_avg")
+        count = safe_get_full_optimizer_state(param, "step")
+        same = mean is not None and torch.equal(mean, before[fqn]["exp_avg"])
+        product = safe_get_full_optimizer_state(param, "mu_product")
+        assert product is None or torch.equal(product, before[fqn]["mu_product"])
+        found.append((None if count is None else int(count), same))
+    return refused, found
+
+
+NAMES = ["shift", *(f"layers.{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias"))]
+EVERY = dict.fromkeys(NAMES, 3)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
+@pytest.mark.corners(world=[2], name=["NAdam"])
+def test_an_optimizer_that_has_stepped_all_goes_on_where_it_is(
+    worlds: WorldPool, world: int, name: str
+) -> None:
+    """NAdam has further numbers, in tensors of the shape of a parameter without dimensions."""
+    for refused, found in worlds.run(world, stepped_before, EVERY, 1, False, name):
+        assert (refused, found) == ("", [(3, True)] * 5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.corners(world=[2])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {NAMES[0]: 3},
+        {NAMES[1]: 3},
+        {NAMES[4]: 3},
+        {NAMES[1]: 3, NAMES[2]: 3},
+        EVERY | {NAMES[3]: 2},
+        EVERY | {NAMES[0]: 1},
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_has_stepped_a_part_of_a_group_is_refused_or_given_it_as_groups(
+    worlds: WorldPool, world: int, steps: dict[str, int]
+) -> None:
+    for refused, found in worlds.run(world, stepped_before, steps, 1, False):
+        assert "optimizer: the parameters of param group 0 were not stepped alike: " in refused
+        assert "optimizer.state.clear()" in refused
+        assert found == [(None, False)] * 5
+    # Whole parameters have each a state of their own.
+    counts = [steps.get(name) for name in NAMES]
+    given = [(count, count is not None) for count in counts]
+    for refused, found in worlds.run(world, stepped_before, steps, 1, True):
+        assert (refused, found) == ("", given)
+    if len(set(steps.values())) == 1:
+        for refused, found in worlds.run(world, stepped_before, steps, 2, False):
+            assert (refused, found) == ("", given)

@@ -45,7 +45,13 @@ from zero_engine.layout import Facts, Layout, of_the_model, resolve
 from zero_engine.offload_states import Inconsistency, MovedStates
 from zero_engine.optim.as_given import AsGiven
 from zero_engine.optim.lr_schedules import make_schedule
-from zero_engine.optim.optimizers import Parameters, describe, make_optimizer, trained_groups
+from zero_engine.optim.optimizers import (
+    Parameters,
+    check_stepped_alike,
+    describe,
+    make_optimizer,
+    trained_groups,
+)
 from zero_engine.optim.zero_optimizer import ZeroOptimizer
 from zero_engine.parameters.initial_weights import InitialWeights
 from zero_engine.parameters.initialisers import leave_meta
@@ -312,6 +318,8 @@ def _lay_out(
         units=[unit_facts(spec, found.collectives.world) for spec in specs],
     )
     layout = resolve(config, facts)
+    if optimizer is not None and not layout.whole:
+        check_stepped_alike(optimizer, model, groups)
     for choice in layout.choices if found.collectives.rank == 0 else ():
         _log.log(choice.level, "%s", choice.sentence)
     return layout, specs

@@ -27,6 +27,7 @@ from zero_engine.optim.lamb import Lamb
 from zero_engine.optim.lion import Lion
 from zero_engine.optim.muon import TORCH_MUON, Muon, mark
 from zero_engine.optim.whole import LooksAtWhole
+from zero_engine.sharding.segments import divided_keys
 
 _log = logging.getLogger(__name__)
 
@@ -242,6 +243,35 @@ def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) ->
             ", ".join(name for name, _ in stray[:5]) + (", ..." if len(stray) > 5 else ""),
         )
     return groups
+
+
+def check_stepped_alike(
+    optimizer: torch.optim.Optimizer, model: nn.Module, groups: Mapping[int, int]
+) -> None:
+    """Check that an optimizer can go on with shards: what it has for a param group fits all of it.
+
+    Raises:
+        ConfigError: It has stepped some of the parameters of a group, or not equally often.
+    """
+    of_group: dict[int, tuple[str, Mapping[str, Any]]] = {}
+    divided = [divided_keys(group["params"], optimizer.state) for group in optimizer.param_groups]
+    for name, param in model.named_parameters():
+        if (index := groups.get(id(param))) is None:
+            continue
+        own: Mapping[str, Any] = optimizer.state.get(param, {})
+        other, others = of_group.setdefault(index, (name, own))
+        for key in sorted(own.keys() | others.keys()):
+            here, there = own.get(key), others.get(key)
+            if key in divided[index]:  # any values, but of one kind
+                here, there = getattr(here, "dtype", None), getattr(there, "dtype", None)
+            shapes = {getattr(each, "shape", None) for each in (here, there)}
+            if len(shapes) > 1 or not bool(torch.as_tensor(here == there).all()):
+                raise ConfigError(
+                    f"optimizer: the parameters of param group {index} were not stepped alike: "
+                    f"{key} is {here} for {name}, and {there} for {other}; the engine steps a "
+                    "group as one: give it only what was stepped equally often, or begin afresh "
+                    "with optimizer.state.clear()"
+                )
 
 
 def thaw(model: nn.Module) -> None:

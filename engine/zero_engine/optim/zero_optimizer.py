@@ -30,7 +30,7 @@ from zero_engine.optim.sub_groups import StepBySubGroups
 from zero_engine.optim.whole import LooksAtWhole
 from zero_engine.sharding.flat_unit import FlatUnit, overlap
 from zero_engine.sharding.partition import DTYPES
-from zero_engine.sharding.segments import Segment
+from zero_engine.sharding.segments import Segment, divided_keys
 from zero_engine.sharding.small_params import SmallParam, checksum
 from zero_step.agree import Agreement, clipped
 from zero_step.checks.replicas import Replicas
@@ -165,7 +165,9 @@ class ZeroOptimizer:
         old_state = dict(self.optimizer.state)
         self.optimizer.state.clear()
         segments: list[Segment] = []
+        divided = []
         for index, group in enumerate(self.optimizer.param_groups):
+            divided.append(divided_keys(group["params"], old_state))
             found = []
             for unit, gradients in zip(self.units, self._gradients, strict=True):
                 if (run := unit.layout.runs().get(index)) is not None:
@@ -184,7 +186,7 @@ class ZeroOptimizer:
             group["params"] = [segment.param for segment in chosen]
             segments += chosen
         for segment in segments:
-            if state := _adopted(segment, old_state):
+            if state := _adopted(segment, old_state, divided[segment.group]):
                 self.optimizer.state[segment.param] = state
         return tuple(segments)
 
@@ -345,16 +347,17 @@ class ZeroOptimizer:
         )
 
 
-def _adopted(segment: Segment, old_state: dict[Any, Any]) -> dict[str, Any]:
-    # Some make state at construction, as Adagrad does: it moves to the segments.
+def _adopted(
+    segment: Segment, old_state: Mapping[Any, Mapping[str, Any]], divided: Container[str]
+) -> dict[str, Any]:
+    # Some make state at construction, as Adagrad does: it moves to the segments. It is alike for
+    # all of a group, see `check_stepped_alike`.
     slots = zip(segment.unit.layout.slots, segment.unit.params, strict=True)
     members = [(slot, param) for slot, param in slots if slot.group == segment.group]
     first, adopted = members[0][1], dict[str, Any]()
     for key, example in old_state.get(first, {}).items():
-        if not isinstance(example, Tensor):
-            adopted[key] = example
-        elif key == "step" or example.shape != first.shape:
-            adopted[key] = example.clone()
+        if key not in divided:
+            adopted[key] = example.clone() if isinstance(example, Tensor) else example
         else:
             whole = example.new_zeros(segment.unit.padded, device=segment.param.device)
             for slot, param in members:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,18 @@ class Segment:
     stop: int
     param: nn.Parameter
     gradient: Tensor
+
+
+def divided_keys(params: Sequence[Tensor], state: Mapping[Any, Mapping[str, Any]]) -> set[str]:
+    """The keys that hold one value per element of the parameters of a group, made before."""
+    # A number has the shape of a parameter without dimensions as well.
+    sized = [param for param in params if param.dim()] or params
+    return {
+        key
+        for param in sized
+        for key, value in state.get(param, {}).items()
+        if key != "step" and isinstance(value, Tensor) and value.shape == param.shape
+    }
 
 
 def elementwise_keys(segment: Segment, state: Mapping[str, Any]) -> list[str]:
