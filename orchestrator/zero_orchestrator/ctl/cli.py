@@ -44,6 +44,7 @@ from zero_orchestrator.ctl import (
 from zero_orchestrator.ctl.views import JsonView, TableView, View
 from zero_orchestrator.errors import SpecError, StoreError, StoreUnavailable
 from zero_orchestrator.jobfile import command as job_files
+from zero_orchestrator.membership.job_state import Node
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.observe import ended, events, status
 from zero_orchestrator.observe import gc as collect
@@ -400,12 +401,18 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
 def _drain(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     jobs = (status.find(store, args.job),) if args.job else status.read_all(store)
     job = status.choose_node(jobs, args.node, args.job).job
-    requests.ask_to_drain(store, job, args.node, who())
+    before = ended.find(job)
+    incarnation = requests.ask_to_drain(store, job, args.node, who())
     say = partial(_say, view, command="drain", job=job, target=args.node)
     say(f"node {args.node} will leave job {job} at its next step boundary", done=False)
-    key = Keys(job).node(args.node)
-    text = f"node {args.node} has left job {job}"
-    return _wait(say, args.wait, lambda: store.get(key) is None, text)
+
+    def has_left() -> bool:
+        agent = store.get(Keys(job).node(args.node))
+        # Another one may take its name at once.
+        return agent is None or Node.from_json(agent.value).incarnation != incarnation
+
+    left = _or_kept(job, before, has_left, lambda last: args.node not in last.live_nodes)
+    return _wait(say, args.wait, left, f"node {args.node} has left job {job}")
 
 
 def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -414,6 +421,7 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
     if job.ended:
         say(f"job {job.job} has ended already: {job.now}", done=True)
         return CtlExit.OK
+    before = ended.find(job.job)
     asked = requests.ask_to_stop(store, job.job, who(), args.reason)
     if not job.live_nodes:
         text = "no agent of job {} is alive; the first agent that starts will end the job"
@@ -422,8 +430,10 @@ def _stop(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         # The first request stands, with its reason.
         how = "is asked to stop" if asked else f"is being stopped already: {job.stop}"
         say(f"job {job.job} {how}; its workers leave at the next step boundary", done=False)
-    text = f"job {job.job} has ended"
-    return _wait(say, args.wait, lambda: status.read(store, job.job).ended, text)
+    over = _or_kept(
+        job.job, before, lambda: status.read(store, job.job).ended, lambda last: last.ended
+    )
+    return _wait(say, args.wait, over, f"job {job.job} has ended")
 
 
 def _exclude(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
@@ -475,6 +485,30 @@ def _say(view: View, text: str, **facts: Any) -> None:
     """Print what has become of a request, in words and for tools."""
     view.record(dataclasses.asdict(requests.Answered(text=text, **facts)))
     view.report(text)
+
+
+def _or_kept(
+    job: str,
+    before: JobStatus | None,
+    happened: Callable[[], bool],
+    is_told: Callable[[JobStatus], bool],
+) -> Callable[[], bool]:
+    """`happened`; if etcd does not answer, whether the last status of the job on disk tells of it.
+
+    `before`: that status before the request, which may be of an earlier run.
+    """
+
+    def look() -> bool:
+        try:
+            return happened()
+        except StoreUnavailable:
+            # The store of the job's own ends with the job, perhaps between two looks.
+            last = ended.find(job)
+            if last is None or last == before or not is_told(last):
+                raise
+            return True
+
+    return look
 
 
 def _wait(

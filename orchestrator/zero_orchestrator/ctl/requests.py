@@ -37,8 +37,8 @@ class TooFewNodes(ZeroError):
     """The request would leave the job with fewer nodes than it needs."""
 
 
-def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
-    """Request a drain from the agent that now runs under this name.
+def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> str:
+    """Request a drain from the agent that now runs under this name; returns its incarnation.
 
     Raises:
         NoSuchNode: The agent has just exited, or registered again.
@@ -54,7 +54,7 @@ def ask_to_drain(store: KeyValueStore, job: str, node: str, by: str) -> None:
         put = Put(keys.drain(node), order.to_json(), agent.lease)
         with contextlib.suppress(LeaseLost):
             if store.txn([same], [put]).succeeded:
-                return
+                return order.incarnation
     raise NoSuchNode(f"node {node} of job {job} has just gone or come back; look, and try again")
 
 

@@ -39,8 +39,7 @@ def keep(store: KeyValueStore, job: str) -> None:
 def find(job: str) -> JobStatus | None:
     """The last status of a job that this machine had, or None."""
     with contextlib.suppress(OSError, SpecMismatch):
-        text = _file(job).read_text(encoding="utf-8")
-        return decode(JobStatus, text, f"{_file(job)} is damaged", SpecMismatch)
+        return decode(JobStatus, _file(job).read_bytes(), f"{_file(job)} is damaged", SpecMismatch)
     return None
 
 
