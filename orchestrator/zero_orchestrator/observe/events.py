@@ -520,17 +520,25 @@ def follow(store: KeyValueStore, job: str) -> Iterator[Event | None]:
     )
     try:
         seen, items = 0, found.items
+        shown = deque[KeyValue](maxlen=2 * (KEEP + KEEP_DETAILS))
         while True:
             # By its creation: a write that was repeated for want of an answer is no new event.
             fresh = [item for item in items if item.create_revision > seen]
             seen = max((item.create_revision for item in fresh), default=seen)
+            shown.extend(fresh)
             yield from _in_order(fresh)
             items = ()
             with contextlib.suppress(queue.Empty):
                 changes = arrived.get(timeout=IDLE_S)
                 # The changes were compacted: everything there is may be new.
                 if changes is None:
-                    items = store.range(prefix).items
+                    before, found = found, store.range(prefix)
+                    items = found.items
+                    # Revisions of another cluster, or of an older state, count anew; it may have a
+                    # copy of what was shown.
+                    if found.cluster != before.cluster or found.revision < seen:
+                        seen, old = 0, {*shown}
+                        items = tuple(item for item in items if item not in old)
                 else:
                     items = tuple(change.item for change in changes if change.item is not None)
             if not items:

@@ -1,6 +1,7 @@
 """The story of a job in the store: in order, bounded, and never at the expense of an agent."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 import threading
@@ -220,6 +221,41 @@ def test_a_reader_whose_history_was_compacted_misses_nothing_and_gets_nothing_tw
     store.put(events_prefix(job) + "early", json.dumps({"text": "early"}))
     news = events.follow(store, job)
     assert [next(news).record["text"] for _ in range(2)] == ["early", "late"]
+    assert next(news) is None
+    news.close()
+
+
+class ReplacedStore(MemoryStore):
+    """From `be` on, another cluster answers in its place: the watch begins anew."""
+
+    of = (1, None)
+
+    def range(self, prefix, *, limit=0):
+        cluster, other = self.of
+        found = other.range(prefix) if other else super().range(prefix)
+        return dataclasses.replace(found, cluster=cluster)
+
+    def watch(self, prefix, on_changes, *, on_compacted, **how):
+        self.begin_anew = on_compacted
+        return super().watch(prefix, on_changes, on_compacted=on_compacted, **how)
+
+    def be(self, cluster, other):
+        self.of = (cluster, other)
+        self.begin_anew(other.range("").revision)
+
+
+@pytest.mark.parametrize("cluster", [2, 1], ids=["another one", "an older state of the same"])
+def test_a_reader_goes_on_with_the_etcd_that_takes_the_place_of_another(job, cluster):
+    store = ReplacedStore()
+    store.put(events_prefix(job) + "first", json.dumps({"text": "first"}))
+    copy = store.clone()
+    for number in range(3):
+        store.put(f"{events_prefix(job)}{number}", json.dumps({"text": number}))
+    news = events.follow(store, job)
+    assert [next(news).record["text"] for _ in range(4)] == ["first", 0, 1, 2]
+    copy.put(events_prefix(job) + "third", json.dumps({"text": "third"}))
+    store.be(cluster, copy)
+    assert next(news).record["text"] == "third"
     assert next(news) is None
     news.close()
 
