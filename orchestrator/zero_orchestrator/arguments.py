@@ -9,6 +9,16 @@ from collections.abc import Iterator, Mapping
 from zero_contract.values import argument_type, parse_seconds, whole
 from zero_orchestrator.errors import SpecError
 
+
+def _host(text: str) -> str:
+    try:
+        text.encode("idna")  # as `socket` does, which fails with a bare UnicodeError
+    except UnicodeError:
+        raise ValueError("is no name of a host; write a name, or a numeric address") from None
+    return text
+
+
+host = argument_type(_host)
 seconds = argument_type(parse_seconds)
 port = whole(": write a port, 1 to 65535, or 0 for a free one", most=65535)
 _FLAG = re.compile(r"--([a-z][a-z-]*)")

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.parse
@@ -60,8 +61,8 @@ class Dashboard:
 
 
 @contextlib.contextmanager
-def dashboard(endpoint: str, job: str):
-    command = [sys.executable, "-m", "zero_orchestrator", "dashboard", job, "--port=0"]
+def dashboard(endpoint: str, job: str, *flags: str):
+    command = [sys.executable, "-m", "zero_orchestrator", "dashboard", job, "--port=0", *flags]
     env = {**environment(), "PET_RDZV_ENDPOINT": endpoint}
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     try:
@@ -129,6 +130,27 @@ def test_anyone_here_may_read_and_only_the_holder_of_the_token_may_act(etcd, etc
         assert json.loads(etcd_store.get(keys.stop).value).endswith("(on the dashboard)")
         board.process.send_signal(signal.SIGINT)
         assert board.process.wait(60) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_on_all_addresses_it_is_reached_by_any_of_them_and_by_the_names_of_the_machine(
+    etcd, etcd_store, host
+):
+    spec = JobSpec(min_nodes=1, max_nodes=1, max_restarts=7, command=("t.py",))
+    etcd_store.put(Keys("shown").spec, spec.to_json())
+    with dashboard(etcd.endpoint, "shown", f"--host={host}") as board:
+        here = {"::": "[::1]"}.get(host, "127.0.0.1")
+        board.address = f"{here}:{urllib.parse.urlsplit(board.url).port}"
+        names = ("192.0.2.7", "[2001:db8::7]", "localhost", socket.gethostname(), socket.getfqdn())
+        for name in (*names, *(f"{name.upper()}:8780" for name in names)):
+            assert board.ask("GET", "/", Host=name)[0].status == 200, name
+        for name in ("evil.example", "192.0.2.7.evil.example", "[", ""):
+            answer, text = board.ask("GET", "/", Host=name)
+            assert (answer.status, text) == (
+                400,
+                f"zero-ctl dashboard: {name!r} is no name of this machine: use its address, or "
+                "start the dashboard with --host=NAME\n",
+            )
 
 
 @pytest.mark.full

@@ -29,7 +29,7 @@ from zero_contract.exit_codes import CtlExit
 from zero_contract.values import whole
 from zero_contract.version import add_version
 from zero_orchestrator.addresses import host_port, who
-from zero_orchestrator.arguments import named_as_set, port, seconds, variable_of, with_dashes
+from zero_orchestrator.arguments import host, named_as_set, port, seconds, variable_of, with_dashes
 from zero_orchestrator.ctl import (
     completion,
     dashboard_command,
@@ -220,7 +220,7 @@ def _add_looks(command: _Command) -> None:
     text = "port that serves /metrics until Ctrl-C, 0: a free one (default: print the metrics once)"
     numbers.add_argument("--port", type=port, metavar="PORT", help=text)
     text = "address on which --port listens (default: the loopback)"
-    numbers.add_argument("--host", default="127.0.0.1", metavar="HOST", help=text)
+    numbers.add_argument("--host", type=host, default="127.0.0.1", metavar="HOST", help=text)
 
 
 def _add_requests(command: _Command) -> None:

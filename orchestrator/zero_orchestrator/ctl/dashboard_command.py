@@ -25,8 +25,6 @@ from zero_orchestrator.store.kv import KeyValueStore
 PORT = 8780
 LOOK_S = 1.0
 """Pause between two looks for a job that does not exist yet."""
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-"""Names of this machine alone, under which a browser may ask in any case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "address on which the page is served (default: the loopback); anyone who reaches "
         "another address can read the page without a token"
     )
-    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help=text)
+    parser.add_argument(
+        "--host", type=arguments.host, default="127.0.0.1", metavar="HOST", help=text
+    )
     text = "file with the token for drain and stop (default: a new one, which is printed)"
     parser.add_argument("--token-file", type=Path, metavar="FILE", help=text)
 
@@ -85,7 +85,10 @@ def run(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         requests.ask_to_stop(store, job, who(), "on the dashboard")
         return f"Job {job} is asked to stop; its workers leave at the next step boundary."
 
-    app = Server(look, token, {"drain": drain, "stop": stop}).app([*LOOPBACK, args.host])
+    names = {"localhost", args.host, socket.gethostname()}
+    if not args.host.startswith("127."):  # of the loopback no other machine has a name
+        names.add(socket.getfqdn())
+    app = Server(look, token, {"drain": drain, "stop": stop}).app(names)
     # Its log would be between the lines of `view`; there are no web sockets, and nothing to set up.
     config = uvicorn.Config(
         app,

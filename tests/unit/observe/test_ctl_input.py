@@ -61,3 +61,14 @@ def test_every_command_is_listed_and_launch_among_them(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "launch    start agents on the hosts of a hostfile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64, "é" * 70])
+@pytest.mark.parametrize("command", ["dashboard", "metrics"])
+def test_a_host_that_is_no_name_is_named_with_the_remedy(command, host, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "gpt", f"--host={host}", "--port=0"])
+    assert ended.value.code == CtlExit.USAGE
+    assert capsys.readouterr().err.endswith(
+        f"--host: {host} is no name of a host; write a name, or a numeric address\n"
+    )

@@ -16,12 +16,14 @@ import contextlib
 import hmac
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import (
     HTMLResponse,
@@ -147,15 +149,14 @@ class Server:
         self._acts = acts
         self._feed = Feed(look)
 
-    def app(self, hosts: Sequence[str]) -> Starlette:
-        """The application; `hosts`: the names under which browsers may reach it."""
+    def app(self, names: Collection[str]) -> Starlette:
+        """The application; `names`: those under which browsers may reach it, beside addresses."""
         routes = [Route("/", self._page), Route("/stream", self._stream)]
         for name, act in self._acts.items():
             routes.append(Route(f"/{name}", self._acting(act), methods=["POST"]))
         guards = [
             Middleware(_Headers),
-            # DNS rebinding: the page of a stranger asks under a name of its own that leads here.
-            Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
+            Middleware(_Names, known={name.lower() for name in names}),
         ]
         return Starlette(routes=routes, middleware=guards)
 
@@ -197,6 +198,31 @@ class Server:
                 return _said(409, f"Not done: {error}")
 
         return answer
+
+
+class _Names:
+    """Refuses what asks under a name that is not known; a numeric address is one of this machine.
+
+    DNS rebinding: the page of a stranger asks under a name of its own that leads here.
+    """
+
+    def __init__(self, app: ASGIApp, known: Collection[str]) -> None:
+        self._app, self._known = app, known
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "")
+        text = (
+            f"zero-ctl dashboard: {host!r} is no name of this machine: use its address, or start "
+            "the dashboard with --host=NAME\n"
+        )
+        refused = PlainTextResponse(text, status_code=400)
+        await (self._app if self._knows(host) else refused)(scope, receive, send)
+
+    def _knows(self, host: str) -> bool:
+        with contextlib.suppress(ValueError):
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self._known or bool(ip_address(name))
+        return False
 
 
 class _Headers:

@@ -141,6 +141,8 @@ def why_no_etcd(endpoints: Sequence[str]) -> str | None:
     for endpoint in endpoints:
         try:
             socket.create_connection(split_host_port(endpoint), CONNECT_TIMEOUT_S).close()
+        except UnicodeError:
+            reasons.append(f"{endpoint}: is no name of a host")
         except OSError as error:
             reasons.append(f"{endpoint}: {error.strerror or error}")
         else:
