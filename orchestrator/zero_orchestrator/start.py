@@ -55,7 +55,8 @@ def run(module: str) -> NoReturn:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
     # What a terminal cannot show (the name of a file that is not UTF-8, a table in a locale of 8
     # bits) is shown as Python writes it: one such character in a job would end every look at it.
-    if sys.stdout.errors == "strict":
+    # In the C locale it takes what stands for a byte, and no other half of a character.
+    if sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         with _killed_by_interrupt():

@@ -83,6 +83,8 @@ def write(records: Records, path: Path) -> None:
     Raises:
         SpecError: A file cannot be written.
     """
+    if not path.name:  # "." and "/", beside which there can be no other file
+        raise SpecError(f"--output={path}: is a directory; name a file")
     now_s = time.time()
     lost = pictures.without_steps(records, now_s=now_s)
     page = document.page(pictures.picture(records, now_s=now_s), live=False)

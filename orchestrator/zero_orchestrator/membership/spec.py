@@ -18,7 +18,7 @@ from zero_orchestrator.membership.records import (
     check_protocol,
 )
 
-_NNODES = re.compile(r"(\d+)(?::(\d+))?")
+_NNODES = re.compile(r"(\d{1,9})(?::(\d{1,9}))?")
 _COUNTS = ("max_restarts", "refill_after_steps", "max_restarts_without_progress", "exclude_after")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -43,6 +43,14 @@ def test_an_interrupt_that_is_ignored_stays_so(tmp_path):
     assert run(tmp_path, program, ignore).returncode == 7
 
 
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_half_a_character_is_shown_as_python_writes_it(tmp_path, monkeypatch, locale):
+    """As an event may have it; the locale is that of containers."""
+    monkeypatch.setenv("LC_ALL", locale)
+    done = run(tmp_path, "def main(): print(chr(0xd800))")
+    assert (done.returncode, done.stdout) == (0, "\\ud800\n")
+
+
 def test_what_is_closed_leads_nowhere_and_is_no_file_that_is_opened_next(tmp_path):
     program = """
         import os, subprocess, sys

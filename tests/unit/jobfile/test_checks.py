@@ -66,6 +66,11 @@ IMPOSSIBLE = {
     "of which it is a part; raise that, or write at most 4Gi",
     "environment: {PET_EXCLUDE_AFTER: 3}": "environment.PET_EXCLUDE_AFTER: is made from the key "
     "exclude_after; set that",
+    **{
+        f"kubernetes: {{pod: {{spec: {{tolerations: {value}}}}}}}": "kubernetes.pod: tolerations: "
+        "a list is needed here; write [{key: KEY, operator: Exists}], or leave it out"
+        for value in ("", "{a: b}", "a")
+    },
     "checkpoint: {access: ReadWriteOnce}": "checkpoint.access: ReadWriteOnce: agents on a second "
     "machine cannot mount it, on Kubernetes",
 }

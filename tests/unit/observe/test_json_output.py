@@ -153,6 +153,13 @@ def test_a_report_is_a_record(store, capsys, tmp_path):
     assert record["target"] == f"{tmp_path}/r.html"
 
 
+@pytest.mark.parametrize("path", [".", "/", "./"])
+def test_a_report_in_place_of_a_directory_is_refused(store, path):
+    args = cli.make_parser().parse_args(["report", "gpt", "-o", path])
+    with pytest.raises(SpecError, match="is a directory; name a file"):
+        cli._COMMANDS["report"](args, store, JsonView())
+
+
 def test_served_metrics_are_no_json(store, capsys):
     args = cli.make_parser().parse_args(["metrics", "--json", "--port=0"])
     with pytest.raises(SpecError, match="leave out one of the two"):

@@ -194,6 +194,9 @@ def _pod(job: Job) -> Iterator[Problem]:
     if any(not isinstance(part, Mapping) for part in pod.values()):
         yield Problem(key=where, text="metadata and spec have keys with values")
         return
+    if not isinstance(pod.get("spec", {}).get("tolerations", []), list):
+        text = "a list is needed here; write [{key: KEY, operator: Exists}], or leave it out"
+        yield Problem(key=where, text=f"tolerations: {text}")
     containers = pod.get("spec", {}).get("containers", [])
     for one in containers if isinstance(containers, list) else [containers]:
         name = str(one.get("name") if isinstance(one, Mapping) else one)

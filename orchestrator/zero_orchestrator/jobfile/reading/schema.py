@@ -31,7 +31,9 @@ Config = Mapping[str, Any]
 
 
 def _number_of_parameters(text: Any) -> Any:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT]?)", text) if isinstance(text, str) else None
+    match = (
+        re.fullmatch(r"(\d{1,20}(?:\.\d{1,20})?)([MBT]?)", text) if isinstance(text, str) else None
+    )
     return round(float(match[1]) * _MILLIONS[match[2]]) if match else text
 
 
@@ -61,7 +63,7 @@ Bytes = Annotated[Size, Meta(description="a size; write 512Mi, 16Gi or 2Ti")]
 Name = Annotated[
     str,
     Meta(
-        pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?$",
+        pattern=r"^[a-z]([a-z0-9-]{0,38}[a-z0-9])?\Z",
         description="a name that every kind of cluster accepts; use at most 40 of a-z, 0-9 and "
         "'-', a letter first",
     ),
@@ -69,55 +71,55 @@ Name = Annotated[
 Script = Annotated[str, Meta(description="a script that zero-agent runs, such as train.py")]
 Seconds = Annotated[Finite, Meta(description="a length of time; write seconds, such as 120")]
 # As `values.parse_seconds` reads it; `_SOME` has a digit that is no zero.
-_SPAN = r"(\d+\.?\d*|\.\d+)[smhd]?"
+_SPAN = r"(\d{1,15}\.?\d{0,9}|\.\d{1,9})[smhd]?"
 _SOME = rf"(?=.*[1-9]){_SPAN}"
 Duration = Annotated[
     str,
     Meta(
-        pattern=f"^{_SPAN}$",
+        pattern=rf"^{_SPAN}\Z",
         description="a length of time; write seconds, such as 30, or 10m, or 2h, or 7d",
     ),
 ]
 MoreThanNone = Annotated[
     str,
     Meta(
-        pattern=f"^{_SOME}$", description="more than 0 seconds; write seconds, such as 30, or 10m"
+        pattern=rf"^{_SOME}\Z", description="more than 0 seconds; write seconds, such as 30, or 10m"
     ),
 ]
 Hang = Annotated[
     str,
     Meta(
-        pattern=f"^({_SOME}|auto|off)$",
+        pattern=rf"^({_SOME}|auto|off)\Z",
         description="a limit; write seconds, such as 600, or 10m, or auto, or off",
     ),
 ]
 Cores = Annotated[
     str,
     Meta(
-        pattern=r"^(?=.*[1-9])(\d+(\.\d+)?|\d+m)$",
+        pattern=r"^(?=.*[1-9])\d{1,9}(\.\d{1,9}|m)?\Z",
         description="a number of cores; write 4, or 500m for half of one",
     ),
 ]
 Workers = Annotated[
     str,
     Meta(
-        pattern=r"^(auto|cpu|gpu|0*[1-9]\d*)$",
+        pattern=r"^(auto|cpu|gpu|(?=0*[1-9])\d{1,9})\Z",
         description="a number of workers; write a number from 1, or auto, cpu or gpu",
     ),
 ]
 # 1 to 65535.
-_PORT = r"(?!0+$)([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+_PORT = r"(?!0+\Z)([0-5]?\d{1,4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 Endpoint = Annotated[
     str,
     Meta(
-        pattern=rf"^(\[[0-9a-fA-F:]+\]|[\w.-]+):{_PORT}$",
+        pattern=rf"^(\[[0-9a-fA-F:]+\]|[\w.-]+):{_PORT}\Z",
         description="an address of etcd; write HOST:PORT, such as etcd-0:2379",
     ),
 ]
 Url = Annotated[
     str,
     Meta(
-        pattern=r"^(s3|gs)://[^/\s]+(/\S*)?$",
+        pattern=r"^(s3|gs)://[^/\s]+(/\S*)?\Z",
         description="a URL in an object store; write s3://BUCKET/PREFIX or gs://...",
     ),
 ]
@@ -331,6 +333,8 @@ class Job:
     """Directory of the job file; the path of the config is relative to it."""
     config: str | None
     """The text of the engine's config."""
+    engine: Config = field(default_factory=dict)
+    """The parsed config of the engine; empty without one."""
 
     @property
     def memory_limit_bytes(self) -> int | None:
@@ -343,11 +347,6 @@ class Job:
         """Path of the config on this machine."""
         return (self.directory / (self.file.config or "")).resolve()
 
-    @property
-    def engine(self) -> Config:
-        """The parsed config of the engine; empty without one."""
-        return _parsed(self.config) if self.config else {}
-
 
 def load(path: Path) -> Job:
     """The job in a file.
@@ -358,17 +357,20 @@ def load(path: Path) -> Job:
     file, source = reader.load(path, JobFile)
     directory = path.resolve().parent
     config, wrong = None, ""
+    engine: Config = {}
     if file.config:
         try:
             config = (directory / file.config).read_text(encoding="utf-8")
-            _parsed(config)
+            engine = _parsed(config)
         except OSError as error:
             wrong = f"{file.config} cannot be read: {error.strerror}"
         except ValueError as error:
             wrong = f"{file.config} is not a config: {error}"
+        except RecursionError:
+            wrong = f"{file.config} is not a config: it is nested too deeply"
     if wrong:
         raise JobFileError(source.message(reader.Problem(key="config", text=wrong)))
-    return Job(file=file, source=source, directory=directory, config=config)
+    return Job(file=file, source=source, directory=directory, config=config, engine=engine)
 
 
 def _parsed(text: str) -> Config:

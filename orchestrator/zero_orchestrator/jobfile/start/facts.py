@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from zero_orchestrator.addresses import split_host_port
@@ -172,5 +173,5 @@ def why_no_registry(registry: str) -> str | None:
             return None
     except urllib.error.HTTPError as error:
         return None if error.code in (401, 403) else f"it answers {error.code} to /v2/"
-    except (OSError, urllib.error.URLError) as error:
+    except (OSError, HTTPException, ValueError) as error:  # it is no address, or no registry
         return str(getattr(error, "reason", error))
