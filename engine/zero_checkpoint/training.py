@@ -91,6 +91,10 @@ class Loading(Protocol):
         """Whether the counts of steps and samples are loaded."""
 
     @property
+    def options(self) -> Mapping[str, bool]:
+        """By name, whether it loads a part of the state: the same on all ranks."""
+
+    @property
     def filled(self) -> State:
         """The state that was filled from the checkpoint that was tried last."""
 

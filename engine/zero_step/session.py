@@ -30,6 +30,7 @@ from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.worker.distributed import found_again, leave_group
 from zero_contract.errors import CommitRefused, PeerLost, ZeroError
 from zero_contract.worker import ExitCode, Progress
+from zero_step.checks import alike
 from zero_step.forward_writes import ForwardWrites
 from zero_step.staying import Staying
 from zero_step.tags import agree_on_tag, text_of
@@ -192,6 +193,7 @@ class Session:
                 unless a damaged checkpoint was tried before.
             CheckpointError: A rank could not read, or no checkpoint has this tag. After this and
                 after damage the state may be half loaded.
+            ConfigError: A rank loads another tag or something else; nothing has changed.
             ZeroError: It is the middle of a step.
         """
         self._leave_step("load()")
@@ -201,6 +203,9 @@ class Session:
             self.staying.load(str(where), whole=name is None and loading.resumes)
         with exit_on_peer_loss(self._link):
             self._began_at = None
+            # First: of other options some ranks would search the memory of the nodes, and others
+            # not; and each would train with what it has loaded.
+            alike.check({"tag": name, **loading.options}, self._collectives.everybodys, _LOAD)
             self._persistence.watch(self._collectives.call(_LOAD))
             path, self.client_state = self._persistence.load(where, name, loading)
         if self.staying is not None:

@@ -241,6 +241,7 @@ class Loading:
         """Prepare a load of everything."""
         self.resumes = True
         self.takes_position = True
+        self.options: dict[str, bool] = {}
         self.filled = State({}, ())
         self._reads: SharedReads | None = None
         self._training = training

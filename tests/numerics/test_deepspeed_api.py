@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -265,6 +266,33 @@ def load_by_own_function(root: str, stage: int) -> tuple[int, bool]:
     weights = plain.get_fp32_state_dict()
     named = dict(engine.module.named_parameters())
     return engine.global_steps, all(torch.equal(halved[n], weights[n] / 2) for n in named)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"load_optimizer_states": False},
+        {"load_lr_scheduler_states": False},
+        {"load_module_only": True},
+        {"tag": "global_step1"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+@pytest.mark.corners(given=[{"load_optimizer_states": False}, {"load_module_only": True}])
+def test_a_load_of_something_else_on_one_rank_is_an_error_that_names_it(
+    worlds: WorldPool, tmp_path: Path, given: dict[str, object]
+) -> None:
+    worlds.run(2, save_plainly, str(tmp_path))
+    with pytest.raises(WorldError) as caught:
+        worlds.run(2, load_otherwise_on_rank_1, str(tmp_path), given)
+    ((name, value),) = given.items()
+    theirs = f"the ranks are not given the same: {name} is {{}} on rank 0, and {value} on rank 1"
+    assert str(caught.value).count(theirs.format(None if name == "tag" else not value)) == 2
+
+
+def load_otherwise_on_rank_1(root: str, given: dict[str, Any]) -> None:
+    engine = make_engine(config(1))
+    engine.load_checkpoint(root, **(given if engine.global_rank == 1 else {}))
 
 
 @pytest.mark.parametrize("stage", STAGES)

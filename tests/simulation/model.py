@@ -120,6 +120,7 @@ class Resuming:
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self.options: dict[str, bool] = {}
         self.filled = State(TENSORS, model.pieces)
 
     def read(

@@ -51,6 +51,7 @@ class Loading:
     Attributes:
         resumes: Whether all of the state is to be loaded.
         takes_position: Whether steps and samples are to be loaded.
+        options: What a script chooses, by its names for it, but for what ranks may do differently.
     """
 
     def __init__(
@@ -59,6 +60,11 @@ class Loading:
         """Prepare a load; nothing is read yet."""
         self.resumes = options.whole
         self.takes_position = not options.module_only
+        self.options = {
+            "load_module_only": options.module_only,
+            "load_optimizer_states": options.wants_optimizer,
+            "load_lr_scheduler_states": options.wants_scheduler,
+        }
         self._selection = Selection(State({}, ()))
         self._training = training
         self._filled = State({}, ())

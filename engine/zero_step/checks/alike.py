@@ -94,8 +94,12 @@ def of_settings(elastic: Elastic) -> dict[str, Any]:
     return found
 
 
-def check(facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor]) -> None:
+def check(
+    facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor], call: str = _WHAT
+) -> None:
     """Compare facts that this rank is given with those of the others, as JSON. Collective.
+
+    `call` is what a rank that waits for the others waits for.
 
     Rank 0 warns of a dataset that may be the share of a rank.
 
@@ -103,10 +107,10 @@ def check(facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor])
         ConfigError: Something differs; names the first, of a list its first item. On every rank.
     """
     checksum = zlib.crc32(json.dumps(facts).encode())
-    seen = everybodys(torch.tensor([checksum], device="cpu"), _WHAT)
+    seen = everybodys(torch.tensor([checksum], device="cpu"), call)
     if bool((seen == seen[0]).all()):
         return
-    first, *others = gather_objects(dict(facts), _WHAT, everybodys)
+    first, *others = gather_objects(dict(facts), call, everybodys)
     differing = (
         (rank, name, ours, other.get(name))
         for rank, other in enumerate(others, 1)

@@ -155,6 +155,7 @@ class Loop:
 
     def __init__(self, seed):
         self.cursor, self.weights, self.seed = Cursor(), torch.zeros(3), seed
+        self.options = {}
         everybodys = collectives.everybodys
         self.hardware = meet(Deterministic.WARN, torch.device("cpu"), everybodys, 0)
         tensor = TensorId(PARAM, "weights")
