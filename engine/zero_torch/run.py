@@ -545,9 +545,9 @@ class Run(Checkpoints):
 
     # ---- what held calls ask, see `Steps` ----
 
-    def _is_over(self) -> bool:
+    def _is_over(self) -> bool | None:
         if self.lost is not None:
-            return False
+            return None
         now = self._gradients.now  # None after run.step(), which ends the micro-step
         return now.last if now is not None and self._phase.begun else not self._cursor.micro
 

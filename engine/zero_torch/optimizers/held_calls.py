@@ -26,6 +26,11 @@ HELD = (
     "give a scheduler to zero_torch.protect(scheduler=...), which holds it until the last micro-"
     "batch of a step, and change options where run.step() has returned True"
 )
+_EPOCH = (
+    "{}.step() got an argument, as an epoch and a part of it by the number of a batch: a step has "
+    "more batches of a rank where there are fewer ranks; call step() without one, and give the "
+    "scheduler its lengths in steps of the run"
+)
 _TAKEN = "the {} is that of another run of this process: {}"
 _REMEDIES = {
     "model": "a run keeps its hooks; give protect a model of its own (of one in "
@@ -59,8 +64,8 @@ def take(*given: object) -> None:
 class Steps:
     """The steps of a run, as far as these calls ask for them."""
 
-    is_over: Callable[[], bool]
-    """Whether what follows a step of the optimizer may act."""
+    is_over: Callable[[], bool | None]
+    """Whether what follows a step of the optimizer may act; None: nothing has an effect."""
     ends_now: Callable[[], bool]
     """Whether a call belongs to the last micro-step of its step."""
     may_act: Callable[[], bool]
@@ -100,10 +105,10 @@ class HeldCalls:
         if before is not None:
             return
         take(self._optimizer, self._scheduler, self._scaler)
-        watch(self._optimizer)
+        watch(self._optimizer, self)
         replace(self._optimizer, "step", self._step)
         if self._scheduler is not None:
-            derive(self._scheduler, "step", self._if_over)
+            derive(self._scheduler, "step", self._schedule)
         for average in self._averages:
             derive(average, "update_parameters", self._if_over)
         if self._scaler is not None:
@@ -120,13 +125,26 @@ class HeldCalls:
             self._update_scaler()
             self._scaler.load_state_dict(state)
 
+    def has(self, other: object) -> bool:
+        """See `others.Held`."""
+        return other in (self._scaler, self._scheduler)
+
+    def is_over(self) -> bool | None:
+        """See `others.Held`."""
+        return self._run.is_over()
+
     @property
     def _run(self) -> Steps:
         assert self._steps is not None  # else no call is held
         return self._steps
 
     def _if_over(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs) if self._run.is_over() else None
+        return call(*args, **kwargs) if self.is_over() else None
+
+    def _schedule(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.steps_scheduler and any(each is not None for each in (*args, *kwargs.values())):
+            raise ZeroError(_EPOCH.format(type(self._scheduler).__name__))
+        return self._if_over(call, *args, **kwargs)
 
     def _unscale(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._run.ends_now():

@@ -1,18 +1,23 @@
-"""Optimizers of a script that are no run's, and step parameters of one.
+"""What a script has beside a run, and would act on what the run has.
 
-Nothing would fail: each rank would step in each micro-batch, on what torch has in `.grad` there.
+Owns the gates in front of other optimizers, of loss scalers and schedulers that the run does not
+hold. Without them nothing would fail: each rank would act in each micro-batch, of which it has more
+where there are fewer ranks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from weakref import WeakSet
+from functools import cache, wraps
+from typing import Any, Protocol
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
+from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero_contract.errors import ZeroError
@@ -23,19 +28,91 @@ _OTHER = (
     "all parameters to the optimizer of zero_torch.protect(), in param groups; to go on with "
     "another one, begin a new run with the weights of this one"
 )
-_of_runs: WeakSet[Optimizer] = WeakSet()
+_SCALER = (
+    "this {} acts on gradients that the {} of a run has, and the run does not have it: it would "
+    "act for every micro-batch, so gradients of several scales would be added, and which depends "
+    "on the number of ranks; give it to zero_torch.protect(scaler=...), which holds it until the "
+    "last micro-batch of a step"
+)
+_SCHEDULER = (
+    "this {} was stepped in the middle of a step of the {} of a run, as by a loop that steps it "
+    "for every batch: how often depends on the number of ranks; give it to zero_torch.protect("
+    "scheduler=...), which holds it until the last micro-batch of a step, or step it where "
+    "run.step() has returned True"
+)
+
+
+class Held(Protocol):
+    """What a run holds of its script beside the optimizer."""
+
+    def has(self, other: object) -> bool:
+        """Whether the run has this loss scaler or scheduler, whose calls it holds."""
+
+    def is_over(self) -> bool | None:
+        """See `Steps`."""
+
+
+# By reference: what a run holds has the optimizer, which would be kept by itself.
+_of_runs: WeakKeyDictionary[Optimizer, ReferenceType[Held]] = WeakKeyDictionary()
 _acting: list[Optimizer] = []
+_gates = set[Callable[..., Any]]()
 
 
-def watch(optimizer: Optimizer) -> None:
-    """From now on no other optimizer may step the parameters of this one, which a run has."""
-    _of_runs.add(optimizer)
+def watch(optimizer: Optimizer, held: Held) -> None:
+    """From now on nothing else may act on the parameters of this one, which a run has."""
     _register()
+    _of_runs[optimizer] = ref(held)
+    for name in ("step", "unscale_"):
+        _gate(GradScaler, name, _may_scale)
+    kinds: list[type] = [LRScheduler]
+    for kind in kinds:  # a class has a step of its own, or its base's
+        kinds += kind.__subclasses__()
+        _gate(kind, "step", _may_schedule)
 
 
 @cache
 def _register() -> None:
     register_optimizer_step_pre_hook(refuse)
+
+
+def _gate(kind: type, name: str, may_act: Callable[..., bool]) -> None:
+    call = vars(kind).get(name)
+    if call is None or call in _gates:
+        return
+
+    @wraps(call)
+    def gated(self: object, *args: Any, **kwargs: Any) -> Any:
+        return call(self, *args, **kwargs) if may_act(self, *args, **kwargs) else None
+
+    _gates.add(gated)
+    setattr(kind, name, gated)
+
+
+def _may_scale(scaler: GradScaler, optimizer: Any, *_: object, **__: object) -> bool:
+    for its, held in _runs_of(optimizer) if scaler.is_enabled() else ():
+        if not held.has(scaler):
+            raise ZeroError(_SCALER.format(type(scaler).__name__, type(its).__name__))
+    return True
+
+
+def _may_schedule(scheduler: LRScheduler, *_: object, **__: object) -> bool:
+    for its, held in _runs_of(scheduler.optimizer):
+        if not held.has(scheduler) and not (is_over := held.is_over()):
+            if is_over is None:
+                return False
+            raise ZeroError(_SCHEDULER.format(type(scheduler).__name__, type(its).__name__))
+    return True
+
+
+def _runs_of(optimizer: Any) -> list[tuple[Optimizer, Held]]:
+    """The optimizers of runs that have parameters of this one, and what those runs hold."""
+    if optimizer in _of_runs:
+        found = [optimizer]
+    else:
+        own = _members(optimizer)
+        found = [each for each in tuple(_of_runs) if own & _members(each)]
+    pairs = ((each, _of_runs[each]()) for each in found)
+    return [(each, held) for each, held in pairs if held is not None]
 
 
 @contextmanager
@@ -56,10 +133,8 @@ def refuse(optimizer: Optimizer, *_: object) -> None:
     """
     if optimizer in _of_runs or _acting or makes_state(optimizer):
         return
-    own = _members(optimizer)
-    for each in tuple(_of_runs):
-        if own & _members(each):
-            raise ZeroError(_OTHER.format(type(optimizer).__name__, type(each).__name__))
+    for each, _held in _runs_of(optimizer):
+        raise ZeroError(_OTHER.format(type(optimizer).__name__, type(each).__name__))
 
 
 def _members(optimizer: Optimizer) -> set[int]:

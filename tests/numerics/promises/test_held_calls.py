@@ -1,19 +1,22 @@
-"""What a loop does beside the optimizer of a run: averages of weights, and other optimizers."""
+"""What a loop does beside the optimizer of a run: averages, scalers, schedulers, optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 import zero_torch
 from tests.numerics.promises.back_ends import IN, MICROBATCHES, Net, data
+from tests.numerics.promises.test_schedulers import sequence
 from tests.support import stock
 from tests.support.world import WorldPool, one_result
 from zero_checkpoint import weight_hash
@@ -121,3 +124,125 @@ def test_an_optimizer_of_others_and_one_inside_of_the_optimizer_step_as_ever(
     worlds: WorldPool, made: Any
 ) -> None:
     assert worlds.run(1, first_step, "plain", made, of_another_model) == [""]
+
+
+# ---- loss scalers and schedulers that the run does not have ----
+
+
+def scales(optimizer: Optimizer, **given: Any) -> Callable[[torch.Tensor], None]:
+    """A loop with a scaler, as in torch's documentation."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3, **given)
+
+    def act(loss: torch.Tensor) -> None:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return act
+
+
+def unscales(optimizer: Optimizer) -> Callable[[torch.Tensor], None]:
+    """A loop that unscales to clip, and steps by itself."""
+    scaler = torch.amp.GradScaler("cpu")
+
+    def act(loss: torch.Tensor) -> None:
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer=optimizer)
+        optimizer.step()
+
+    return act
+
+
+def schedules(optimizer: Optimizer, made: Callable[[Any], Any]) -> Callable[[torch.Tensor], None]:
+    """A loop that steps a scheduler for every batch."""
+    scheduler = made(optimizer)
+
+    def act(loss: torch.Tensor) -> None:
+        loss.backward()
+        optimizer.step()
+        scheduler.step(*[1.0] * isinstance(scheduler, schedulers.ReduceLROnPlateau))
+
+    return act
+
+
+class Rates(schedulers.LRScheduler):
+    """A schedule of the script's own, with a step of its own that sets nothing yet."""
+
+    def step(self, epoch: int | None = None) -> None:
+        """Count."""
+        self.last_epoch += 1
+
+
+STEPPED: dict[str, Callable[[Any], Any]] = {
+    "CosineAnnealingWarmRestarts": partial(schedulers.CosineAnnealingWarmRestarts, T_0=20),
+    "Rates": Rates,
+    "ReduceLROnPlateau": schedulers.ReduceLROnPlateau,
+    "SequentialLR": sequence,
+    "StepLR": partial(schedulers.StepLR, step_size=20),
+}
+BESIDE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "scales": (scales, "this GradScaler acts on gradients that the SGD of a run has"),
+    "unscales": (unscales, "this GradScaler acts on gradients that the SGD of a run has"),
+    **{
+        name: (partial(schedules, made=made), f"this {name} was stepped in the middle of a step")
+        for name, made in STEPPED.items()
+    },
+}
+
+
+def beside(make: Callable[[Optimizer], Any], back_end: str) -> str:
+    """What a loop is told that acts so for every batch."""
+    model, optimizer, run, _ = protected(back_end, SGD)
+    act = make(optimizer)
+    try:
+        for (batch,) in run.loader:
+            act(model(batch))
+    except ZeroError as error:
+        return str(error)
+    assert run.global_step == 3
+    return ""
+
+
+@pytest.mark.parametrize("what", BESIDE)
+@pytest.mark.corners(what=["scales", "StepLR"])
+def test_a_scaler_or_scheduler_that_the_run_does_not_hold_is_refused_by_name(
+    worlds: WorldPool, what: str
+) -> None:
+    make, expected = BESIDE[what]
+    for told in (*worlds.run(1, beside, make, "plain"), *worlds.run(2, beside, make, "ddp")):
+        assert told.startswith(expected), told
+
+
+def test_a_scaler_that_is_off_changes_nothing(worlds: WorldPool) -> None:
+    assert worlds.run(1, beside, partial(scales, enabled=False), "plain") == [""]
+
+
+def epochs_of_its_own() -> list[Any]:
+    """What a scheduler in the hands of the script may do, and one of the run may not."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    held = schedulers.CosineAnnealingWarmRestarts(optimizer, T_0=2)
+    own = schedulers.StepLR(optimizer, step_size=1)
+    loader = DataLoader(data(), batch_size=2)
+    run = zero_torch.protect(model, optimizer, loader, microbatches=MICROBATCHES, scheduler=held)
+    protected("plain", SGD)  # a second run takes nothing from the first one
+    told, steps = "", 0
+    for (batch,) in run.loader:
+        run.backward(model(batch))
+        held.step()
+        if run.step():
+            own.step()
+            steps += 1
+            try:
+                held.step(run.global_step + 0.5)
+            except ZeroError as error:
+                told = str(error)
+    own.step()
+    return [told, steps, own.last_epoch]
+
+
+def test_an_epoch_that_is_given_to_the_scheduler_of_a_run_is_refused(worlds: WorldPool) -> None:
+    ((told, steps, stepped),) = worlds.run(1, epochs_of_its_own)
+    assert told.startswith("CosineAnnealingWarmRestarts.step() got an argument")
+    assert (steps, stepped) == (3, 4)
