@@ -124,6 +124,8 @@ class TrainingState:
                 "own": {name: own for name, own in numbers.items() if own != usual[name]},
             }
             groups.append(record)
+        if others := self._others():
+            groups[0]["of_optimizer"] = others
         return groups
 
     def extra_state(self) -> dict[str, Any]:
@@ -165,7 +167,8 @@ class TrainingState:
         resolve(State(coming, (), self.aliases()), manifest)
         # Every key that the checkpoint has for a parameter is allocated, and no other is left: what
         # the optimizer has made since would be of another step.
-        self._optimizer.state.clear()
+        for parameter in [key for key in self._optimizer.state if isinstance(key, Tensor)]:
+            del self._optimizer.state[parameter]
         for each, info in of_optimizer.items():
             parameter = parameters[each.fqn]
             # On local elements: the dispatch of DTensor takes longer than a small load.
@@ -191,11 +194,17 @@ class TrainingState:
                     continue
                 device = device_of_number(group, parameter.device)
                 # A parameter without a gradient has no state, and torch makes all of it at once.
+                # Only a record with `own` says of which parameters the numbers are.
                 state = self._optimizer.state.get(parameter)
-                if state or (numbers and name in record.get("own", ())):
+                if state or (numbers and "own" in record):
                     self._optimizer.state[parameter].update(
                         {key: number_from_json(value, device) for key, value in numbers.items()}
                     )
+
+        for record in groups:
+            device = device_of_number(record["hyperparameters"], self._wrapped.device)
+            for key, value in record.get("of_optimizer", {}).items():
+                self._optimizer.state[key] = number_from_json(value, device)
 
     def restore_extra_state(self, saved: Mapping[str, Any] | None) -> list[str]:
         """The inverse of `extra_state`; returns the names of modules that were not saved."""
@@ -272,6 +281,18 @@ class TrainingState:
             key: number_as_json(state[key], f"optimizer state {key} of {name}")
             for key in sorted(state.keys() - elementwise(parameter, state))
         }
+
+    def _others(self) -> dict[str, Any]:
+        """The numbers that an optimizer keeps for no parameter."""
+        state: Mapping[Any, Any] = self._optimizer.state
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        for key in others:
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"optimizer state has the key {key!r}, which is neither a parameter nor text; "
+                    "keep what it has under a text"
+                )
+        return {key: number_as_json(others[key], f"optimizer state {key}") for key in others}
 
 
 def elementwise(parameter: Tensor, state: Mapping[str, Any]) -> set[str]:

@@ -109,6 +109,69 @@ def test_one_of_the_scripts_own_has_to_say_whether_shards_suffice(
     assert found == dict.fromkeys(places, expected)
 
 
+class Counts(torch.optim.Optimizer):
+    """An optimizer that divides its rate by a count, and keeps no tensors of its own."""
+
+    needs_whole_parameters = False
+
+    def __init__(self, where: str, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.where = where
+        if where == "an object":
+            self.state["count"] = {"of": 0}  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Step once."""
+        states: Any = self.state
+        if self.where in BESIDE:
+            key, first = BESIDE[self.where]
+            states[key] = states.get(key, first) + 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                if self.where in BESIDE:
+                    count = states[key]
+                else:
+                    first = torch.zeros(()) if self.where == "tensor" else 0
+                    count = states[each]["count"] = states[each].get("count", first) + 1
+                each.sub_(each.grad * (group["lr"] / float(count)))
+
+
+BESIDE: dict[str, tuple[Any, Any]] = {
+    "one number": ("count", 0),
+    "one tensor": ("count", torch.zeros(())),
+    "no text": (("a", "count"), 0),
+}
+"""Under which key, and what it begins with."""
+
+
+@pytest.mark.parametrize("where", ["int", "tensor", "one number", "one tensor"])
+@pytest.mark.corners(where=["int", "one number"])
+def test_numbers_that_are_all_of_its_state_come_back(
+    worlds: WorldPool, tmp_path: Path, where: str
+) -> None:
+    recipe = Recipe(optimizer=partial(counting, where))
+    (expected,) = worlds.run(1, by_torch_alone, recipe)
+    places = [("plain", 1), ("ddp", 2), ("fsdp2", 2)]
+    assert everywhere(worlds, recipe, tmp_path, places) == dict.fromkeys(places, expected)
+
+
+def counting(where: str, model: nn.Module) -> torch.optim.Optimizer:
+    return Counts(where, model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("where", "why"), [("no text", "has the key ('a', 'count')"), ("an object", "count is a dict")]
+)
+def test_state_beside_parameters_that_no_checkpoint_can_hold_is_refused_by_name(
+    worlds: WorldPool, tmp_path: Path, where: str, why: str
+) -> None:
+    recipe = Recipe(optimizer=partial(counting, where))
+    found = everywhere(worlds, recipe, tmp_path, [("plain", 1)])["plain", 1]
+    assert found[-1].startswith("CheckpointError: ")
+    assert f"optimizer state {why}" in found[-1]
+
+
 HOW = ("nothing", "accelerate", "zero", "averaged")
 
 
