@@ -109,6 +109,16 @@ def test_a_trainer_that_never_resumes_goes_on_when_a_rank_is_killed(tmp_path: Pa
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("end", [("--max_steps=4",), ("--stop_at_step=2",)])
+def test_a_trainer_that_is_started_again_behind_its_end_trains_no_further(
+    tmp_path: Path, end: tuple[str, ...]
+) -> None:
+    """Both within an epoch: the second start has nothing left to do but what is behind train()."""
+    told, _ = fine_tune(tmp_path, 1, *end, "--never_resume", "--die_behind")
+    assert max(map(int, told["steps"])) == int(end[0].partition("=")[2])
+
+
+@pytest.mark.full
 def test_a_killed_rank_costs_the_trainer_steps_and_no_bit(
     tmp_path: Path, whole: tuple[Path, Any, dict[str, Tensor]]
 ) -> None:

@@ -139,16 +139,30 @@ def _going_on(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finding_place(original: Callable[..., tuple[int, int]]) -> Callable[..., tuple[int, int]]:
-    """The Trainer's `_init_training_state`, which looks for the place of a stream in its epoch."""
+    """The Trainer's `_init_training_state`, which looks for the place of a stream in its epoch.
+
+    Behind the last step there is no further epoch.
+    """
 
     @wraps(original)
     def init_training_state(
-        self: Any, max_steps: int, num_update_steps_per_epoch: int, *more: Any
+        self: Any,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        *more: Any,
     ) -> tuple[int, int]:
-        found = original(self, max_steps, num_update_steps_per_epoch, *more)
-        args, state = self.args, self.state
-        streams = not has_length(self.train_dataset)
-        if _start() is None or not (streams and state.global_step) or args.ignore_data_skip:
+        found = original(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *more)
+        args, state, start = self.args, self.state, _start()
+        if start is None or not state.global_step:
+            return found
+        # The Trainer runs a step before it looks whether there is one left. A training that was
+        # stopped early is over in the rounds of its job; in a job of its own it may go on.
+        control = state.stateful_callbacks.get("TrainerControl", {}).get("args", {})
+        stopped = start.round > 1 and control.get("should_training_stop", False)
+        if stopped or state.global_step >= max_steps:
+            return num_train_epochs, 0
+        if has_length(self.train_dataset) or args.ignore_data_skip:
             return found
         # The Trainer takes a stream for a single epoch, skips more than it has, and so would train
         # on the samples of its second epoch again.

@@ -76,6 +76,17 @@ class PowerCut(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Stops(TrainerCallback):
+    """Ends training after a step, as EarlyStoppingCallback does, with a checkpoint."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--deepspeed")
@@ -87,6 +98,9 @@ def main():
     parser.add_argument("--kill_at_step", type=int)
     parser.add_argument("--wait_in_step", type=int)
     parser.add_argument("--stream", type=int)
+    parser.add_argument("--max_steps", type=int, default=-1)
+    parser.add_argument("--stop_at_step", type=int)
+    parser.add_argument("--die_behind", action="store_true")
     args = parser.parse_args()
     if not torch.cuda.is_available():  # on CPUs, accelerate has to be told how ranks meet
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -98,7 +112,7 @@ def main():
         per_device_train_batch_size=2,
         gradient_accumulation_steps=args.accumulation,
         num_train_epochs=2,
-        max_steps=6 if args.stream else -1,
+        max_steps=6 if args.stream else args.max_steps,
         learning_rate=3e-3,
         warmup_steps=2,
         weight_decay=0.1,
@@ -124,6 +138,7 @@ def main():
         eval_dataset=Counting(8),
         callbacks=[
             PowerCut(args.kill_at_step),
+            Stops(args.stop_at_step),
             WaitsForPeers(args.wait_in_step, os.path.join(args.output_dir, "go")),
         ],
     )
@@ -131,6 +146,8 @@ def main():
     if checkpoint is None and not args.never_resume and os.path.isdir(args.output_dir):
         checkpoint = get_last_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
+    if args.die_behind and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os._exit(1)
     eval_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model(os.path.join(args.output_dir, "final"))
     if training_args.process_index == 0:
