@@ -28,7 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 import zero_torch
-from zero_comm.worker.agent_link import note_total_steps
+from zero_comm.worker.agent_link import current_round, note_total_steps
 from zero_contract.errors import ConfigError
 from zero_data.lanes.adapters import reads_lanes
 from zero_libraries.accelerate import hand_over, unprepared
@@ -198,10 +198,10 @@ class _Steps(TrainerCallback):
         """The Trainer's part of a checkpoint, as of the last step of the run."""
         self._note()
         trainer = self._trainer
-        # As the Trainer's own save does before it writes its state.
-        for each in (*trainer.callback_handler.callbacks, trainer.control):
-            if isinstance(each, ExportableState):
-                trainer.state.stateful_callbacks[type(each).__name__] = each.state()
+        callbacks = [*trainer.callback_handler.callbacks, trainer.control]
+        kept: Any = [each for each in callbacks if isinstance(each, ExportableState)]
+        # A list of states where callbacks have one name; the Trainer's own save would lengthen it.
+        trainer.state.stateful_callbacks |= TrainerState(stateful_callbacks=kept).stateful_callbacks
         return {
             "trainer": json.dumps(dataclasses.asdict(trainer.state)),
             "place": [self._epoch, self._of_epoch],
@@ -288,8 +288,12 @@ class _Protected(Trainer):
             self.run.keep_client_state(self._zero_steps.state)
         # Without in-memory checkpoints a worker leaves after the Trainer's own save, behind the
         # log of the step.
+        stopped = False
         if self.run.load(self._zero_directory) is not None:
             self.state = self._zero_steps.adopt(self.run.client_state)
+            # In a job of its own, a training that was stopped early may go on.
+            control: Any = cast(Any, self.state.stateful_callbacks)["TrainerControl"]
+            stopped = control["args"]["should_training_stop"] and current_round() > 1
             self._load_callback_state()
             self.state.compute_steps(self.args, max_steps)
             self.state.init_training_references(self, max_steps, epochs, None)
@@ -297,7 +301,7 @@ class _Protected(Trainer):
         # The Trainer counts epochs, and takes one without a batch for the end of the training.
         self.run.loader.leave()
         # An epoch that is begun has a step: a run that has all of its steps begins none.
-        is_over = self.state.global_step >= max_steps
+        is_over = stopped or self.state.global_step >= max_steps
         return (epochs if is_over else self.run.loader.epoch), 0
 
     def _prepare_for_training(self, *_: Any) -> Any:

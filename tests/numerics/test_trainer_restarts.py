@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.world import WorldPool
+from zero_contract import worker as contract
 
 STEPS = 3
 """Of 5 in an epoch."""
@@ -33,33 +34,43 @@ class Model(nn.Module):
         return {"loss": (self.linear(x) - labels).square().mean()}
 
 
-def trained(directory: str, steps: int) -> tuple[int, str, int]:
-    """The steps of a start, its weights, and what a callback has counted."""
+def trained(
+    directory: str, steps: int, stop: int = 0, round: int = 1
+) -> tuple[int, str, list[int]]:
+    """The steps of a start, its weights, and what two callbacks of one class have counted.
+
+    The second counts each step twice.
+    """
     import transformers
     from transformers.trainer_callback import ExportableState
 
     import zero_libraries.transformers
 
     class Counts(transformers.TrainerCallback, ExportableState):
-        steps = 0
+        def __init__(self, by: int) -> None:
+            self.by, self.steps = by, 0
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.steps += 1
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            self.steps += self.by
+            if state.global_step == stop:
+                control.should_training_stop = True
 
         def state(self) -> dict[str, Any]:
-            return {"args": {}, "attributes": {"steps": self.steps}}
+            return {"args": {"by": self.by}, "attributes": {"steps": self.steps}}
 
     arguments = transformers.TrainingArguments(
         output_dir=directory, max_steps=steps, per_device_train_batch_size=2, use_cpu=True,
         report_to=[], disable_tqdm=True, save_steps=1, lr_scheduler_type="constant",
     )  # fmt: skip
     trainer: Any = transformers.Trainer(
-        Model(), arguments, train_dataset=Rows(), callbacks=[Counts()]
+        Model(), arguments, train_dataset=Rows(), callbacks=[Counts(1), Counts(2)]
     )
     zero_libraries.transformers.protect(trainer, microbatches=2)
-    trainer.train()
-    [counts] = [c for c in trainer.callback_handler.callbacks if type(c).__name__ == "Counts"]
-    return trainer.state.global_step, trainer.run.weight_hash(), counts.steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(contract.ENV_ROUND, str(round))
+        trainer.train()
+    counts = [c for c in trainer.callback_handler.callbacks if type(c).__name__ == "Counts"]
+    return trainer.state.global_step, trainer.run.weight_hash(), [each.steps for each in counts]
 
 
 def test_a_trainer_that_is_started_again_behind_its_last_step_trains_no_further(
@@ -74,4 +85,15 @@ def test_a_callback_of_a_trainer_goes_on_from_its_state(worlds: WorldPool, tmp_p
     pytest.importorskip("transformers")
     worlds.run(1, trained, str(tmp_path), STEPS)
     ((steps, _, counted),) = worlds.run(1, trained, str(tmp_path), STEPS + 2)
-    assert (steps, counted) == (STEPS + 2, STEPS + 2)
+    assert (steps, counted) == (STEPS + 2, [STEPS + 2, 2 * (STEPS + 2)])
+
+
+def test_a_trainer_that_was_stopped_early_trains_further_in_another_job_alone(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    first = worlds.run(1, trained, str(tmp_path), STEPS + 2, STEPS - 1)
+    assert first[0][0] == STEPS - 1
+    assert worlds.run(1, trained, str(tmp_path), STEPS + 2, STEPS - 1, 2) == first
+    ((steps, *_),) = worlds.run(1, trained, str(tmp_path), STEPS + 2)
+    assert steps == STEPS + 2
