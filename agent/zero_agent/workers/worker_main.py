@@ -29,7 +29,7 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from zero_contract.errors import ConfigError, UsageExit
 from zero_contract.worker import ExitCode
@@ -52,12 +52,12 @@ _LEFT: list[object] = []
 """The variables that the program leaves behind: never freed, see `end_process`."""
 
 
-class _Main(runpy._TempModule):  # type: ignore[name-defined, misc]
+class _Main(runpy._TempModule):
     """The module of the program, which stays `__main__`: runpy would put the forkserver's back."""
 
-    def __enter__(self) -> object:
+    def __enter__(self) -> Self:
         # For the outermost one alone: a script may use `runpy` itself.
-        runpy._TempModule = _Main.__base__  # type: ignore[attr-defined]
+        vars(runpy)["_TempModule"] = _Main.__base__
         return super().__enter__()
 
     # Threads that go on, and functions of `atexit`, look up names in `__main__`, as does pickle.
@@ -96,7 +96,7 @@ def run(program: Program) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.argv = [program.target, *program.arguments]
-    runpy._TempModule = _Main  # type: ignore[attr-defined]
+    vars(runpy)["_TempModule"] = _Main
     try:
         # The first entry of sys.path is the forkserver's; a program expects its own directory.
         if program.is_module:
