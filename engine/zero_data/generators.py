@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import dis
+import logging
 import random
 import sys
 import sysconfig
@@ -37,10 +38,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-_MOST = 10_000
+_log = logging.getLogger(__name__)
+
+_MOST = 50_000
 """Objects that are looked at: a dataset may hold millions."""
-_OF_EACH = 100
-"""Elements of a container."""
+_AT_ONCE = 100
+"""Elements of a container, before others have their turn."""
 
 Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -63,18 +66,38 @@ def generators_of(*roots: object) -> list[Generator]:
     """The generators that can be reached from objects of the script, each once."""
     found: list[Generator] = []
     seen: set[int] = set()
-    left = deque(roots)
-    while left and len(seen) < _MOST:
-        each = left.popleft()
-        if id(each) in seen or each is None or issubclass(type(each), _LEAVES):
-            continue
-        seen.add(id(each))
-        if issubclass(type(each), _KINDS):
-            found += [cast(Generator, each)] * is_generator(each)
-        else:
-            with suppress(Exception):  # a proxy of what is gone, or not there yet
-                left.extend(islice(_inside(each), _OF_EACH))
+    looked = newest = 0
+    left: deque[Iterator[object]] = deque([iter(roots)])
+    while left and looked < _MOST:
+        inside, before = left.popleft(), looked
+        with suppress(Exception):  # a proxy of what is gone, or not there yet
+            for each in islice(inside, _AT_ONCE):
+                looked += 1
+                if id(each) in seen or each is None or issubclass(type(each), _LEAVES):
+                    continue
+                seen.add(id(each))
+                if not issubclass(type(each), _KINDS):
+                    left.append(_inside(each))
+                elif is_generator(each):
+                    found.append(cast(Generator, each))
+                    newest = looked
+            if looked - before == _AT_ONCE:
+                left.append(inside)
+    # One that is found as late as this is hardly the last one.
+    if left and newest > _MOST * 0.9:
+        _warn_of_others(type(roots[0]).__name__)
     return found
+
+
+@cache
+def _warn_of_others(name: str) -> None:
+    _log.warning(
+        "%s holds generators of random numbers behind the first %d of its objects: those there "
+        "are not seeded, and what they draw differs after a restart and on another number of "
+        "ranks; let its parts share one",
+        name,
+        _MOST,
+    )
 
 
 def generators_of_module(module: nn.Module, stream: object = None) -> list[Generator]:

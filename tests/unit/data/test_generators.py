@@ -36,6 +36,23 @@ def test_each_generator_is_found_once_wherever_it_is():
     assert generators_of(held) == [generator]
 
 
+@pytest.mark.parametrize("parts", [99, 100, 101, 150, 3000])
+def test_each_part_of_a_dataset_may_keep_one(parts: int) -> None:
+    rngs = [random.Random(number) for number in range(parts)]
+    beside = [(f"{number}.png", number) for number in range(1_000_000)]
+    found = generators_of(Holder(beside), Holder([Holder({"rng": rng}) for rng in rngs]))
+    assert sorted(map(id, found)) == sorted(map(id, rngs))
+
+
+def test_more_parts_with_one_than_are_looked_at_are_said_once(caplog) -> None:
+    datasets = [Holder(random.Random(number)) for number in range(60_000)]
+    for _ in range(2):
+        generators_of(Holder(datasets))
+    assert caplog.text.count("Holder holds generators of random numbers behind the first") == 1
+    assert generators_of(Holder([Holder(number) for number in range(60_000)]), datasets[0])
+    assert len(caplog.records) == 1
+
+
 class Slotted:
     __slots__ = ("rng",)
 
