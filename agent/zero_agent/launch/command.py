@@ -222,6 +222,14 @@ def _own_agent(args: argparse.Namespace, hosts: Hosts | None) -> list[str]:
     if not 0 <= rank < count:
         raise SpecError(f"--node-rank={rank}: with {count} hosts write 0 to {count - 1}")
     slots = list(hosts.values())[rank] if hosts else None
+    if hosts and args.node_rank is None and len(set(hosts.values())) > 1:
+        raise SpecError(
+            "--no-ssh: the slots of the hosts differ, so --rdzv-endpoint is not enough; give "
+            "--node-rank, the number of this host in the hostfile"
+        )
+    # The first ones need no name, and a scheduler may have chosen this host's GPUs.
+    if slots and slots != tuple(range(len(slots))):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots))
     return [*meet, f"--nproc-per-node={len(slots) if slots else args.num_gpus or 'auto'}"]
 
 

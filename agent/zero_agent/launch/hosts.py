@@ -106,15 +106,23 @@ def select(
 
 
 def _parse_filter(flag: str, text: str, hosts: Hosts) -> Hosts:
+    # A host may itself have an @ or a colon in it: USER@NAME, or an IPv6 address.
+    names = "|".join(map(re.escape, sorted(hosts, key=len, reverse=True)))
+    pattern = re.compile(rf"\s*({names})(?::(\d+(?:,\d+)*))?\s*(@|\Z)")
     found: dict[str, Slots] = {}
-    for part in text.split("@"):
-        host, colon, numbers = part.strip().partition(":")
-        if host not in hosts:
+    more, end = "@", 0
+    while more:
+        part = pattern.match(text, end)
+        if part is None:
+            unread = text[end:].partition("@")[0].strip()
+            host = unread.partition(":")[0]
+            if host in hosts:
+                raise SpecError(f"{flag}={text}: {unread!r}: write HOST or HOST:0,1")
             known = ", ".join(hosts)
             raise SpecError(f"{flag}={text}: {host!r} is not in the hostfile, which has {known}")
-        if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
-            raise SpecError(f"{flag}={text}: {part!r}: write HOST or HOST:0,1")
-        slots = tuple(map(int, numbers.split(","))) if colon else hosts[host]
+        host, numbers, more = part.groups()
+        end = part.end()
+        slots = tuple(map(int, numbers.split(","))) if numbers else hosts[host]
         if unknown := sorted(set(slots) - set(hosts[host])):
             raise SpecError(
                 f"{flag}={text}: host {host} has slots 0 to {len(hosts[host]) - 1}, not "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -303,6 +305,52 @@ def test_a_host_that_is_not_in_the_hostfile_is_refused_with_the_numbers_there_ar
         main([*where, "--node-rank=2", "s.py"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "zero-ctl launch: --node-rank=2: with 2 hosts write 0 to 1\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "workers", "devices"),
+    [
+        (("--include=zero-a:2,3@zero-b:0", "--node-rank=0"), 2, "2,3"),
+        (("--include=zero-a:2,3@zero-b:1", "--node-rank=1"), 1, "1"),
+        (("--include=zero-a:2,3@zero-b:2,3", "--rdzv-endpoint=etcd:2379"), 2, "2,3"),
+        (("--exclude=zero-a:1@zero-b", "--node-rank=0"), 3, "0,2,3"),
+        (("--node-rank=1",), 4, None),
+        (("--rdzv-endpoint=etcd:2379",), 4, None),
+    ],
+)
+def test_a_host_that_is_started_by_itself_uses_the_slots_that_are_chosen(
+    tmp_path, capsys, monkeypatch, flags, workers, devices
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (tmp_path / "hosts").write_text("zero-a slots=4\nzero-b slots=4\n")
+    where = ["--no-ssh", f"--hostfile={tmp_path}/hosts", "--master-addr=zero-a", "--dry-run"]
+    with pytest.raises(SystemExit):
+        main([*where, *flags, "s.py"])
+    assert f" --nproc-per-node={workers} " in capsys.readouterr().out
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == devices
+
+
+def test_a_host_among_others_with_other_slots_must_say_which_it_is(tmp_path, capsys):
+    (tmp_path / "hosts").write_text("zero-a slots=4\nzero-b slots=2\n")
+    where = ["--no-ssh", f"--hostfile={tmp_path}/hosts", "--rdzv-endpoint=etcd:2379", "--dry-run"]
+    with pytest.raises(SystemExit) as ended:
+        main([*where, "s.py"])
+    assert ended.value.code == 2
+    assert "give --node-rank, the number of this host in the hostfile" in capsys.readouterr().err
+
+
+WRITTEN = {"user@w1": (0, 1), "w1": (0, 1), "fe80::1": (0, 1), "fe80::1:1": (0,), "[::2]": (0, 1)}
+
+
+@pytest.mark.parametrize("flag", ["include", "exclude"])
+@pytest.mark.parametrize("slots", ["", ":0"])
+@pytest.mark.parametrize("chosen", [*itertools.permutations(WRITTEN, 2)])
+def test_each_host_that_a_hostfile_may_name_can_be_named_by_a_filter(flag, slots, chosen):
+    found = select(WRITTEN, **{flag: "@".join(f"{host}{slots}" for host in chosen)})
+    named = {host: (0,) if slots else WRITTEN[host] for host in WRITTEN if host in chosen}
+    left = {host: tuple({*all_} - {*named.get(host, ())}) for host, all_ in WRITTEN.items()}
+    assert found == (named if flag == "include" else {h: s for h, s in left.items() if s})
 
 
 def test_every_host_may_be_started_by_itself_with_their_number_instead_of_a_hostfile(capsys):
