@@ -96,6 +96,42 @@ def train_on_whole_parameters(name: str) -> dict[str, Any]:
     return {name: value.numpy() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.corners(stage=[0, 3])
+def test_with_eps_0_weights_stay_finite_where_gradients_are_not_zero(
+    worlds: WorldPool, stage: int
+) -> None:
+    assert set().union(*worlds.run(2, not_finite_with_eps_0, stage)) == set()
+
+
+def not_finite_with_eps_0(stage: int) -> set[str]:
+    found = set()
+    for name in ("Lamb", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad"):
+        torch.manual_seed(0)
+        # Units are padded, and the gradient of padding is zero.
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        settings = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": stage},
+            "optimizer": {"type": name, "params": {"lr": 0.1, "eps": 0.0}},
+        }
+        engine, *_ = zero_deepspeed.initialize(model=model, config=settings)
+        for _ in range(2):
+            engine.backward(engine(torch.rand(2, 3) + 1).square().mean())
+            engine.step()
+        if not all(value.isfinite().all() for value in engine.module_state_dict().values()):
+            found.add(name)
+    return found
+
+
+def test_lamb_with_eps_0_leaves_a_weight_without_gradient_where_it_is() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0]))
+    weight.grad = torch.tensor([0.5, 0.0])
+    Lamb([weight], lr=0.1, eps=0.0).step()
+    assert weight.isfinite().all()
+    assert weight[1] == 4
+
+
 def test_lambs_step_is_the_papers_in_one_dimension() -> None:
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     weight.grad = torch.tensor([0.5, 0.0])

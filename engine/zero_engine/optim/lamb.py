@@ -69,7 +69,10 @@ class Lamb(LooksAtWhole):
         beta1, beta2 = group["betas"]
         first = state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        torch.div(first, second.sqrt().add_(group["eps"]), out=gradient)
+        length = second.sqrt().add_(group["eps"])
+        if not group["eps"]:  # 0/0 where there was no gradient yet, as in a unit's padding
+            length.masked_fill_(length == 0, 1)
+        torch.div(first, length, out=gradient)
         gradient.add_(param, alpha=group["weight_decay"])
         # Here, since the weights may be away in `look`.
         self._measured[param].append((chunk_norms(param), chunk_norms(gradient)))
