@@ -85,8 +85,8 @@ class ForwardWrites:
         """Others that a forward of this rank has written to in this step."""
         self._own: dict[str, Tensor] = {}
         """The buffers themselves."""
-        self._before: dict[str, Tensor] = {}
-        """What they held when the step began."""
+        self.before: dict[str, Tensor] = {}
+        """What they held when the step began; empty between two steps."""
         self._after: dict[str, Tensor] = {}
         """What the first micro-batch has left in them, if this rank has run it."""
         self._numbers: dict[str, dict[str, float]] = {}
@@ -119,7 +119,7 @@ class ForwardWrites:
             names = self._owners if compares else self._written
             self._own = {name: self._buffer(name) for name in names}
             # Compared where there is room: nearly all of them are of no use after this step.
-            self._before = {
+            self.before = {
                 name: each.detach().to(each.device if name in self._written else _CPU, copy=True)
                 for name, each in self._own.items()
             }
@@ -157,7 +157,7 @@ class ForwardWrites:
         self._found.update(set(written).difference(self._written))
         if (self._micro, self._collectives.rank) == self._first:
             self._after = {name: self._buffer(name).detach().clone() for name in written}
-        self._put(self._before, written)
+        self._put(self.before, written)
         self._micro += 1
 
     def note(self) -> int:
@@ -190,7 +190,7 @@ class ForwardWrites:
             held = {name: self._buffer(name) for name in self._written}
             # After the first micro-batch; else as before it; else, for what no forward of this rank
             # has touched, as it is.
-            left = {**held, **self._before, **self._after}
+            left = {**held, **self.before, **self._after}
             self._put(self._shared([left[name] for name in self._written]), self._written)
         self._close()
 
@@ -215,7 +215,7 @@ class ForwardWrites:
 
     def drop(self, micro: int) -> None:
         """Drop what was written since the begin of a micro-step; of the first one: of the step."""
-        self._put(self._before, [name for name in self._own if self._is_written(name)])
+        self._put(self.before, [name for name in self._own if self._is_written(name)])
         self._micro = micro
         if not micro:
             self._close()
@@ -223,7 +223,7 @@ class ForwardWrites:
     def _close(self) -> None:
         self._begun, self._first = False, (0, 0)
         self._found.clear()
-        for each in (self._own, self._before, self._after):
+        for each in (self._own, self.before, self._after):
             each.clear()
 
     def _find(self) -> bool:
@@ -262,7 +262,7 @@ class ForwardWrites:
 
     def _is_written(self, name: str) -> bool:
         module, key = self._owners[name]
-        now, before = module._buffers.get(key), self._before[name]
+        now, before = module._buffers.get(key), self.before[name]
         if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
             return False  # gone, or a cache
         return name in self._written or not torch.equal(now.to(before.device), before)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from zero_checkpoint import Manifest
 from zero_checkpoint.errors import ModelMismatch
 from zero_checkpoint.format.match import resolve
@@ -164,7 +166,7 @@ class EngineState:
             if self._optimizer is not None:
                 pieces += self._optimizer.pieces()
             if self.core.collectives.rank == 0:
-                for name, buffer in persistent_buffers(self.core.module):
+                for name, buffer in self._buffers():
                     pieces.append(Piece(TensorId(BUFFER, name), 0, buffer.view(-1)))
             seen = frozenset(p.untyped_storage().data_ptr() for p in self.core.module.parameters())
             self._kept.update(memory=memory, tensors=tensors, pieces=Pieces(pieces), visible=seen)
@@ -175,13 +177,18 @@ class EngineState:
             kept["tensors"], kept["pieces"], dict(self.core.aliases), meta, visible=kept["visible"]
         )
 
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        """Those of a checkpoint: in the middle of a step a forward may have written to its own."""
+        held = persistent_buffers(self.core.module)
+        return [(name, self.core.writes.before.get(name, buffer)) for name, buffer in held]
+
     def _memory(self) -> tuple[Any, ...]:
         """Identifies the tensors that the pieces are views of."""
         mark, live = None, [unit.shard for unit in self.core.units]
         if self._optimizer is not None:
             mark = self._optimizer.mark()
             live.extend(self._optimizer.live())
-        live.extend(buffer for _, buffer in persistent_buffers(self.core.module))
+        live.extend(buffer for _, buffer in self._buffers())
         return (mark, *((t.data_ptr(), t.numel(), t.dtype) for t in live))
 
     def _tensors(self, of_optimizer: Mapping[TensorId, TensorInfo]) -> TensorTable:
@@ -191,7 +198,7 @@ class EngineState:
             for slot in unit.layout.slots
         )
         tensors.update(of_optimizer)
-        for name, buffer in persistent_buffers(self.core.module):
+        for name, buffer in self._buffers():
             tensors[TensorId(BUFFER, name)] = TensorInfo(tuple(buffer.shape), buffer.dtype)
         return tensors
 

@@ -224,6 +224,7 @@ class EngineTraining:
 
     def loading(self, options: LoadOptions = _WHOLE) -> Loading:
         """A load into this engine."""
+        self._core.writes.drop(0)  # there may have been a forward, and no backward
         return Loading(self._state, self._core.moved, options, self)
 
     def check(self, manifest: Manifest) -> None:
