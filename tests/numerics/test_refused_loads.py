@@ -20,8 +20,8 @@ from zero_checkpoint import find
 from zero_checkpoint.errors import DamagedCheckpoint, ModelMismatch
 from zero_checkpoint.loading import reader
 from zero_contract.errors import ZeroError
+from zero_deepspeed.engine import Engine
 from zero_deepspeed.utils import safe_get_full_fp32_param
-from zero_engine.core.engine import Engine
 
 WORLD, REFUSED_AT, ENDS_AT = 3, 2, 4
 
@@ -81,6 +81,43 @@ def test_after_a_refused_load_training_goes_on_as_if_it_had_not_been_tried(
     worlds.run(WORLD, save_another_model, case, str(tmp_path), root)
     for undisturbed, refused in worlds.run(WORLD, refuse_and_end, case, str(tmp_path), root):
         assert refused == undisturbed
+
+
+def batch_of_world(micro_batch: int, model: nn.Module | None = None) -> Engine:
+    """An engine whose global batch follows from the world size, or from a checkpoint."""
+    settings = config(1, gradient_accumulation_steps=2)
+    settings |= {"train_batch_size": None, "train_micro_batch_size_per_gpu": micro_batch}
+    return make_engine(settings, model=model)
+
+
+def save_another_batch(root: str) -> None:
+    model = make_model(8)
+    del model.unused
+    engine = batch_of_world(1, model)
+    train(engine, 1)
+    engine.save_checkpoint(root)
+
+
+def refuse_another_batch(root: str, optimizer: bool) -> list[tuple[Any, ...]]:
+    ends = []
+    for refused in (False, True):
+        engine = batch_of_world(2)
+        if refused:
+            with pytest.raises(ModelMismatch, match="param/unused"):
+                engine.load_checkpoint(root, load_optimizer_states=optimizer)
+        train(engine, 1)
+        ends.append((engine.train_batch_size(), *fingerprint(engine)))
+    return ends
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_after_a_refused_load_the_batch_is_not_that_of_the_checkpoint(
+    worlds: WorldPool, tmp_path: Path, optimizer: bool
+) -> None:
+    worlds.run(2, save_another_batch, str(tmp_path))
+    for undisturbed, refused in worlds.run(2, refuse_another_batch, str(tmp_path), optimizer):
+        assert refused == undisturbed
+        assert refused[0] == 8
 
 
 # ---- another optimizer ----

@@ -71,6 +71,7 @@ class Loading:
         self._state = state
         self._moved = moved
         self._before = moved.inconsistent
+        self._batch = training.batch
         # Also of a damaged checkpoint that was tried, before one that leaves some out.
         self._needed = set(self._before.params if self._before is not None else ())
         self._options = options
@@ -86,6 +87,7 @@ class Loading:
         self, root: Place, consensus: StoreConsensus, tag: str | None, ram: MemorySearch | None
     ) -> Loaded | None:
         """Fill this rank's share of the state. Collective; see `restore.load`."""
+        loaded = None
         try:
             loaded = restore.load(
                 root,
@@ -105,6 +107,9 @@ class Loading:
             else:
                 self._moved.inconsistent = self._before
             raise
+        finally:
+            if loaded is None:
+                self._training.take_batch(self._batch)
         return loaded
 
     def adopt(self, run: Mapping[str, Any]) -> None:
@@ -141,6 +146,7 @@ class Loading:
     def _wanted(self, manifest: Manifest) -> State:
         # Nothing is read into weights that are being exchanged.
         self._end_exchange()
+        self._training.take_batch(self._batch)  # the checkpoint before had another, perhaps
         if self.takes_position:
             self._training.check(manifest)
         # From here on anything may have been read, until a load has ended.
@@ -227,6 +233,15 @@ class EngineTraining:
         self._core.writes.drop(0)  # there may have been a forward, and no backward
         return Loading(self._state, self._core.moved, options, self)
 
+    @property
+    def batch(self) -> BatchShape:
+        """The global batch."""
+        return self._run.batch
+
+    def take_batch(self, batch: BatchShape) -> None:
+        """Continue with another global batch."""
+        self._run.adopt_batch(batch)
+
     def check(self, manifest: Manifest) -> None:
         """Refuse a checkpoint of other lanes; raises ModelMismatch."""
         if not self._run.batch_from_world:  # else its batch is taken over
@@ -237,7 +252,7 @@ class EngineTraining:
         run, saved = self._run, manifest.meta["engine"]
         if run.batch_from_world and saved["microbatches"]:
             count, size = saved["microbatches"], saved["micro_batch"]
-            run.adopt_batch(BatchShape(microbatches=count, micro_batch=size))
+            self.take_batch(BatchShape(microbatches=count, micro_batch=size))
         return self._lanes.wanted(state, manifest, lanes_of(run.loader))
 
     # ---- the record of the run ----
