@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 import time
@@ -23,6 +24,7 @@ from weakref import ref
 from zero_checkpoint.consensus import Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.place import Place, place
+from zero_checkpoint.format.manifest import MANIFEST
 from zero_checkpoint.saving.commit import publish_or_withdraw, raise_problem
 from zero_checkpoint.saving.publish import Attempt, NotPublished, withdraw
 from zero_checkpoint.saving.saver import Request, Saver
@@ -39,6 +41,9 @@ ROOM_WAIT_S = 3600.0
 """How long a save waits for room on a full disk (ENOSPC), if the script needs it to succeed."""
 LEAVING_WAIT_S = 10.0
 """The same for a worker that leaves: its agent kills it if it takes longer."""
+ETCD_WAIT_S = 600.0
+"""How long a script waits for etcd at its end under torchrun, whose plug-in has no --etcd-grace:
+the default of that flag, by which zero-agent limits the wait."""
 _PAUSE_S = 5.0
 
 
@@ -258,6 +263,7 @@ class LastSave:
     ) -> None:
         """Publish what is written, as soon as etcd allows it; the agent limits the wait."""
         request = written.request
+        until_s = time.monotonic() + ETCD_WAIT_S if self._link.launched else math.inf
         self._warn(
             f"waiting for etcd: the checkpoint of step {request.step} is written in "
             f"{written.directory} and not published; the script ends when it is"
@@ -265,7 +271,7 @@ class LastSave:
         with exit_on_peer_loss(self._link), self._not_hung():
             while True:
                 began_s = time.monotonic()
-                verdict = announce(partial(self._publish, written))
+                verdict = announce(partial(self._publish, written, until_s))
                 self._link.saved(time.monotonic() - began_s)
                 self._link.heartbeat()  # of rank 0, too
                 if verdict.get("written"):
@@ -293,14 +299,22 @@ class LastSave:
         finally:
             self._consensus.on_wait = look
 
-    def _publish(self, written: Written) -> Record:
+    def _publish(self, written: Written, until_s: float) -> Record:
         """On rank 0: try to publish what is written."""
         request, attempt = written.request, written.attempt
         assert attempt is not None
         samples = attempt.manifest.meta["engine"]["samples"]
         where, root = str(written.directory), str(request.root.resolve())
         fence = self._link.fence(request.step, request.tag, samples, written=where, root=root)
-        return publish_or_withdraw(attempt, fence)
+        verdict = publish_or_withdraw(attempt, fence)
+        if verdict.get("written") and time.monotonic() > until_s:
+            return {
+                "problem": f"the last checkpoint of the script, of step {request.step}, is written "
+                f"in {where} and not published, as etcd has not taken it for {ETCD_WAIT_S:g} s: to "
+                f"keep it, rename {MANIFEST}.tmp there to {MANIFEST} when nothing of the job runs "
+                f"any more; {verdict['problem']}"
+            }
+        return verdict
 
     def _warn(self, text: str) -> None:
         if self._training.rank == 0:

@@ -23,6 +23,7 @@ from zero_checkpoint.last_save import LastSave, after, missing
 from zero_checkpoint.saving.publish import Attempt, NotPublished
 from zero_checkpoint.saving.saver import Request
 from zero_checkpoint.saving.staging import Outcome
+from zero_contract.errors import CommitRefused
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,7 @@ class Script:
             saved_file=lambda _: None,
             group_lost=threading.Event(),
             fence=lambda *_, **__: None,
+            launched=False,
         )
         saver: Any = SimpleNamespace(
             last_lacked_room=False, published=self._published, wait=lambda: None
@@ -53,6 +55,7 @@ class Script:
         schedule: Any = SimpleNamespace(failed_for_now=lambda: None, committed=lambda _: None)
         self.training: Any = SimpleNamespace(rank=rank, cursor=SimpleNamespace(step=0))
         alone: Any = SimpleNamespace(announce=lambda make: make(), on_wait=lambda: None)
+        self.link = link
         self.last = LastSave(self.training, link, saver, schedule, consensus or alone, self)
 
     def _published(self, request: Request, path: Path) -> None:
@@ -137,6 +140,27 @@ def test_an_older_save_that_is_written_is_published_at_exit_if_a_newer_one_has_f
     script.saves(4, "fails")
     assert "of step 4, was not saved" in script.last.at_exit()
     assert script.published == [(3, "ckpt")]
+
+
+@pytest.mark.parametrize("ends", ["finish", "at_exit"])
+def test_under_torchrun_the_wait_for_etcd_ends_and_names_the_files_which_a_rename_publishes(
+    tmp_path, monkeypatch, ends
+):
+    """zero-agent ends its workers after --etcd-grace."""
+    monkeypatch.setattr(last_save, "ETCD_WAIT_S", 0.0, raising=False)
+    script, tries = Script(tmp_path), iter([True, True, False])
+
+    def refuse(_: str) -> None:
+        raise CommitRefused("etcd did not take it", passing=next(tries))
+
+    script.link.fence, script.link.launched = lambda *_, **__: refuse, True
+    written = script.saves(3, "written")
+    try:
+        told = getattr(script.last, ends)()
+    except CheckpointError as error:
+        told = str(error)
+    assert f"of step 3, is written in {written} and not published" in told
+    assert (written / "MANIFEST.json.tmp").exists()
 
 
 @given(
