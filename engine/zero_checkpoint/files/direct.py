@@ -8,7 +8,6 @@ in turn, and the faster way is kept until the next trial.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from zero_checkpoint.files.local_file import NOT_DIRECT
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.format.layout import PAGE_BYTES
 
@@ -33,7 +33,6 @@ _TRIES = 3
 """Measurements of each way. The best counts, because other load only adds to a time."""
 _GOOD_FOR_BYTES = 8 << 30
 """Bytes after which a trial is repeated: so seldom that it costs next to nothing."""
-_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
 
 
 class Way(StrEnum):
@@ -118,7 +117,7 @@ class DirectDisk(Disk):
                 _set_direct(file, trial.way is Way.DIRECT)
                 data = data[os.write(file.fileno(), data) :]
             except OSError as error:
-                if trial.way is Way.CACHED or error.errno not in _REFUSED:
+                if trial.way is Way.CACHED or error.errno not in NOT_DIRECT:
                     raise
                 trial.refused = True  # and once more, through the cache
 

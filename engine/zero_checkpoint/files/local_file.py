@@ -8,6 +8,7 @@ error that stays is evidence against a checkpoint.
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 _IOV_MAX = 1024
 """Buffers that one preadv takes (Linux UIO_MAXIOV)."""
+NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+"""Errors of a file system without direct I/O, when a file is opened or first when it is read."""
 MAY_PASS = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT})
 """Errors that a file system also returns for a condition that is over soon."""
 TRIES = 5
@@ -53,7 +56,7 @@ def open_past_cache(path: Path) -> Iterator[Source]:
     try:
         descriptor = _descriptor(path, os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in NOT_DIRECT:
             raise
         # A file system without direct I/O: `read_into` asks the kernel to drop what is cached.
         descriptor = _descriptor(path)
@@ -86,7 +89,7 @@ class _PastCache:
         os.posix_fadvise(self.descriptor, begin, size, os.POSIX_FADV_DONTNEED)
         pages = memoryview(mmap.mmap(-1, size))  # aligned, as direct I/O asks
         end = begin
-        while count := os.preadv(self.descriptor, [pages[end - begin :]], end):
+        while count := self._read(pages[end - begin :], end):
             end += count
             if end % PAGE_BYTES or end == begin + size:  # the end of the file, or of the range
                 break
@@ -96,6 +99,16 @@ class _PastCache:
             buffer[: len(part)] = part
             at += len(buffer)
         return max(0, offset + total - max(end, offset))
+
+    def _read(self, pages: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self.descriptor, [pages], offset)
+        except OSError as error:
+            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+            if error.errno not in NOT_DIRECT or not flags & os.O_DIRECT:
+                raise
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            return os.preadv(self.descriptor, [pages], offset)
 
 
 @dataclass(slots=True)

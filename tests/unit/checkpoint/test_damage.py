@@ -285,6 +285,34 @@ def test_what_a_second_read_past_the_cache_finds_whole_is_loaded(root, monkeypat
     assert f"{socket.gethostname()} has read what was not saved" in caplog.text
 
 
+@pytest.mark.parametrize("refused_at", ["open", "read"])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_file_system_that_refuses_a_direct_read_is_read_through_its_cache(
+    root, monkeypatch, number, refused_at
+):
+    best, target = newest(root), blank(NEW)
+    file, is_wrong = best.path / "r00001.safetensors", iter([True])
+    real_open, real_read = os.open, os.preadv
+
+    def opened(path, flags, *more, **others):
+        if flags & os.O_DIRECT and refused_at == "open":
+            raise OSError(number, os.strerror(number), path)
+        return real_open(path, flags, *more, **others)
+
+    def read(descriptor, buffers, offset):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(number, os.strerror(number))
+        count = real_read(descriptor, buffers, offset)
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(file) and next(is_wrong, False):
+            buffers[0][0] ^= 0xFF
+        return count
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "preadv", read)
+    assert load_all(root, target, 1)[0].manifest.step == 2
+    assert same_bits(target, NEW)
+
+
 def test_a_host_that_reads_wrong_marks_no_checkpoint_that_others_read_well(
     root, monkeypatch, caplog
 ):
