@@ -23,7 +23,7 @@ from torch import Tensor
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.format.dtypes import DTYPES, name_of
+from zero_checkpoint.format.dtypes import DTYPES, elements, name_of
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import BUFFER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.loading import restore
@@ -100,6 +100,7 @@ def save(
     consensus, where = consensus or group_consensus("plain"), place(root)
     own: dict[str, Part] = {}
     try:
+        keep = Keep(last=keep_last)
         skeleton = mapped(state, "", lambda value, name: _taken_out(value, name, own))
         vote: Record = {
             "state": pack(skeleton, "state"),
@@ -129,7 +130,7 @@ def save(
             STRUCTURE: agreed["state"],
         },
     )
-    return publish(where, whole, consensus, step=step, tag=tag, keep_last=keep_last)
+    return publish(where, whole, consensus, step=step, tag=tag, keep=keep)
 
 
 def publish(
@@ -139,14 +140,14 @@ def publish(
     *,
     step: int,
     tag: str | None,
-    keep_last: int | None,
+    keep: Keep,
 ) -> Place:
-    """Save a state that no engine owns, see `commit.save`, and delete what `save` does not keep."""
+    """Save a state that no engine owns, see `commit.save`, and delete what is not to be kept."""
     tag, round = tag or f"global_step{step}", current_round()
     # No fence: a plain save needs no agent, and no etcd to be published.
     path = commit.save(root, state, consensus, step=step, tag=tag, round=round, fence=None)
     if consensus.rank == COORDINATOR:
-        tidy(root, path, Keep(last=keep_last))
+        tidy(root, path, keep)
     return path
 
 
@@ -207,9 +208,9 @@ def load(
         return None
     # What the script gave is what it gets back, filled, as its own objects.
     values = originals or {n: part.data.view(part.shape) for n, part in filled.items()}
-    # A tensor that is not contiguous was read into a copy.
+    # One whose elements are not in memory as they read was read into a copy.
     for name, value in originals.items():
-        if isinstance(value, Tensor) and not value.is_contiguous():
+        if isinstance(value, Tensor) and value.data_ptr() != filled[name].data.data_ptr():
             value.detach().copy_(filled[name].data.view(value.shape))
     manifest = loaded.manifest
     skeleton = manifest.meta.get(STRUCTURE, {name: pack(Stored(name)) for name in filled})
@@ -291,8 +292,8 @@ def _taken_out(
 
 
 def _whole(tensor: Tensor) -> Part:
-    """All of a tensor; a copy, if the tensor is not contiguous."""
-    return Part(tensor.detach().contiguous().view(-1), 0, tuple(tensor.shape))
+    """All of a tensor; a copy, if its elements are not in memory as they read."""
+    return Part(elements(tensor).view(-1), 0, tuple(tensor.shape))
 
 
 def group_consensus(part: str, group: dist.ProcessGroup | None = None) -> StoreConsensus:

@@ -28,6 +28,7 @@ from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.dcp.names import Stored, keys_of
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.files.place import Place, place
+from zero_checkpoint.format.dtypes import elements
 from zero_checkpoint.format.manifest import Manifest
 from zero_checkpoint.format.pieces import Piece, State, TensorInfo, cut
 from zero_checkpoint.loading import restore
@@ -190,7 +191,8 @@ class _Filling:
             tensor = stored.tensors[key]
             info = manifest.tensors[tensor]
             target = self._planner.resolve_tensor(item).detach()
-            as_stored = target.is_contiguous() and target.dtype == info.dtype
+            is_plain = elements(target).data_ptr() == target.data_ptr()
+            as_stored = is_plain and target.dtype == info.dtype
             memory = (
                 target
                 if as_stored

@@ -26,10 +26,11 @@ from zero_checkpoint.dcp.names import META, Saved, name_all
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place, place
-from zero_checkpoint.format.dtypes import DTYPES, name_of
+from zero_checkpoint.format.dtypes import DTYPES, elements, name_of
 from zero_checkpoint.format.pieces import State, TensorInfo, cut
 from zero_checkpoint.format.table import TensorTable
 from zero_checkpoint.plain import UNKNOWN_RUN, group_consensus, publish
+from zero_checkpoint.saving.housekeeping import Keep
 from zero_checkpoint.state.client_state import pack, unpack
 
 _log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Writer(StorageWriter):
         self._has_own_root = root is not None
         self._step = step
         self._tag = tag
-        self._keep_last = keep_last
+        self._keep = Keep(last=keep_last)
         self._group = process_group
         self._consensus = consensus
 
@@ -145,9 +146,7 @@ class Writer(StorageWriter):
                 META: saved.meta,
             },
         )
-        self.path = publish(
-            root, state, consensus, step=step, tag=self._tag, keep_last=self._keep_last
-        )
+        self.path = publish(root, state, consensus, step=step, tag=self._tag, keep=self._keep)
         done: Future[list[WriteResult]] = Future()
         # A value that is no tensor has no size that DCP knows.
         sizes = ((item.index, item.tensor_storage_size() or 0) for item in plan.items)
@@ -203,7 +202,7 @@ def _own(plan: SavePlan, planner: SavePlanner, rank: int) -> tuple[list[_Box], R
                 continue
             assert isinstance(data, Tensor)
             whole = TensorInfo(tuple(item.tensor_data.size), data.dtype)
-            boxes.append((key, whole, item.tensor_data.chunk.offsets, data.detach().contiguous()))
+            boxes.append((key, whole, item.tensor_data.chunk.offsets, elements(data)))
             # It may be a tensor or a number, such as a count of steps: `name_all` decides.
             if not whole.shape:
                 values[key] = pack(data, key)

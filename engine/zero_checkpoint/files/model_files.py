@@ -16,7 +16,7 @@ from typing import BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from zero_checkpoint.format.dtypes import byte_view, host_bytes, name_of
+from zero_checkpoint.format.dtypes import byte_view, elements, host_bytes, name_of
 
 Table = Mapping[str, tuple[torch.dtype, torch.Size]]
 """By name, the dtype and the shape of a tensor."""
@@ -57,7 +57,7 @@ class SafetensorsFile:
     def put(self, name: str, tensor: Tensor) -> None:
         """Write a tensor. Raises OSError."""
         self._file.seek(self._data + self._places[name])
-        flat = tensor.detach().cpu().contiguous().view(-1)
+        flat = elements(tensor.cpu()).view(-1)
         self._file.write(host_bytes(byte_view(flat)))
 
     def finish(self) -> None:

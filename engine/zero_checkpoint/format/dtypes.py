@@ -60,6 +60,12 @@ def name_of(dtype: torch.dtype) -> str:
         ) from None
 
 
+def elements(tensor: Tensor) -> Tensor:
+    """The values of a tensor as bytes in memory, contiguous; a copy if they are not there so."""
+    # A view may conjugate or negate what is in memory when it is read.
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def byte_view(data: Tensor) -> Tensor:
     """The bytes of a contiguous 1-D tensor: uint8 [numel * itemsize], a view on its device."""
     return data.detach().view(torch.uint8)

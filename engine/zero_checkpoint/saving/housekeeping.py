@@ -16,7 +16,7 @@ from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
 from zero_checkpoint.loading.candidates import Rejected, examine, find
 from zero_checkpoint.loading.ownership import refusal
 from zero_checkpoint.loading.suspects import mark
-from zero_checkpoint.saving.retention import Best, abandoned, expired, remove, sweep
+from zero_checkpoint.saving.retention import Best, abandoned, check_policy, expired, remove, sweep
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +31,11 @@ class Keep:
     last: int | None = None
     every: int | None = None
     best: Best | None = None
+
+    def __post_init__(self) -> None:
+        # Now: `tidy` runs when the save has succeeded, and raises nothing.
+        if self.last is not None:
+            check_policy(keep_last=self.last, keep_every=self.every)
 
 
 def tidy(root: Place, committed: Place, keep: Keep) -> None:

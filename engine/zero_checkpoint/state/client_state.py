@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.format.dtypes import DTYPES, byte_view, name_of
+from zero_checkpoint.format.dtypes import DTYPES, byte_view, elements, name_of
 
 LARGEST_BYTES = 1 << 20
 """The largest tensor or array: it is stored in the manifest, which every rank reads."""
@@ -98,9 +98,9 @@ def _marked(value: Any, path: str) -> dict[str, Any]:
             mark, content = "$stored", str(value)
         case Tensor():
             check_dense(value, path)
-            data = byte_view(value.detach().cpu().contiguous().flatten()).numpy()
+            data = byte_view(elements(value.cpu()).flatten()).numpy()
             mark, content = "$tensor", [name_of(value.dtype), [*value.shape], _text(data, path)]
-        case bytes():
+        case bytes() if not isinstance(value, np.bytes_):
             mark, content = "$bytes", _text(np.frombuffer(value, np.uint8), path)
         case io.BytesIO():  # what some modules return as their extra state
             mark, content = "$file", _text(np.frombuffer(value.getvalue(), np.uint8), path)

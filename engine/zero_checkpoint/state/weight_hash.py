@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from zero_checkpoint.format.dtypes import byte_view, host_bytes
+from zero_checkpoint.format.dtypes import byte_view, elements, host_bytes
 
 
 def weight_hash(weights: Iterable[tuple[str, Tensor]]) -> str:
@@ -31,7 +31,7 @@ def weight_hash(weights: Iterable[tuple[str, Tensor]]) -> str:
     digests = {}
     for name, weight in weights:
         digest = hashlib.sha256(f"{name}\0{weight.dtype}\0{tuple(weight.shape)}\0".encode())
-        digest.update(block_digests(weight.detach().contiguous().reshape(-1)))
+        digest.update(block_digests(elements(weight).reshape(-1)))
         digests[name] = digest.digest()
     whole = hashlib.sha256(b"".join(digests[name] for name in sorted(digests)))
     # With its version: hashes of two versions are not mistaken for those of other weights.

@@ -67,8 +67,21 @@ def test_a_view_is_stored_alone_and_what_comes_back_can_be_changed() -> None:
     assert again(np.arange(4)[::2]).tolist() == [0, 2]
 
 
+LAZY = torch.tensor([[1 + 2j, 3 - 4j]]).conj()
+"""Its bits in memory are not its values; nor are those of its imaginary part."""
+
+
+@pytest.mark.parametrize("value", [LAZY, LAZY.imag, LAZY[0, 1], LAZY.imag.t()])
+def test_a_view_that_conjugates_or_negates_when_it_is_read(value: torch.Tensor) -> None:
+    assert again(value).tolist() == value.tolist()
+
+
 @pytest.mark.parametrize(
-    "value", [np.float64(0.1), np.int32(7), np.bool_(True), np.str_("a"), np.str_()]
+    "value",
+    [
+        *(np.float64(0.1), np.int32(7), np.bool_(True), np.str_("a"), np.str_()),
+        *(np.bytes_(b"a"), np.bytes_()),
+    ],
 )
 def test_numbers_and_texts_of_numpy(value: np.generic) -> None:
     found = again({"loss": value})["loss"]

@@ -16,6 +16,7 @@ import torch
 import zero_checkpoint
 from tests.unit.checkpoint.support import on_ranks
 from zero_checkpoint import Part, StoreConsensus, weight_hash
+from zero_checkpoint.dcp import Writer
 from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.plain import agree
 
@@ -69,6 +70,28 @@ def test_a_process_alone_gets_back_what_it_saved(tmp_path: Path) -> None:
     assert found.state["nested"][0].item() == 2.5
     assert found.state["nested"][1]["b"].dtype == torch.int8
     assert (found.state["nested"][2], found.state["groups"]) == ("text", state()["groups"])
+
+
+@pytest.mark.parametrize("keep_last", [-1, 0, 1])
+def test_a_policy_that_keeps_fewer_than_two_is_refused_before_anything_is_saved(
+    tmp_path: Path, keep_last: int
+) -> None:
+    with pytest.raises(CheckpointError, match="keep at least 2"):
+        zero_checkpoint.save(tmp_path, state(), step=5, keep_last=keep_last)
+    with pytest.raises(CheckpointError, match="keep at least 2"):
+        Writer(tmp_path, keep_last=keep_last)
+    assert zero_checkpoint.load(tmp_path) is None
+
+
+def test_a_view_that_is_conjugated_when_it_is_read_is_saved_and_filled_as_it_reads(
+    tmp_path: Path,
+) -> None:
+    made = torch.tensor([1 + 2j, 3 - 4j])
+    zero_checkpoint.save(tmp_path, {"lazy": made.conj(), "sign": made.conj().imag}, step=5)
+    into = {"lazy": torch.zeros_like(made).conj(), "sign": torch.zeros_like(made).conj().imag}
+    zero_checkpoint.load(tmp_path, into)
+    assert into["lazy"].tolist() == [1 - 2j, 3 + 4j]
+    assert into["sign"].tolist() == [-2, 4]
 
 
 def test_tensors_are_filled_in_place_whatever_their_strides(tmp_path: Path) -> None:
