@@ -157,7 +157,7 @@ def test_what_may_not_be_looked_at_is_no_complaint(tmp_path):
 @pytest.mark.parametrize(
     ("resources", "text"),
     [
-        ("{cpu: 64}", "64: the largest machine now offers 8.0"),
+        ("{cpu: 64}", "64: the largest machine now offers 8"),
         ("{memory: 100Gi}", "100Gi: the largest machine now offers 32.0Gi"),
         ("{gpu: 4}", "4: the largest machine now offers 1"),
     ],
@@ -266,3 +266,25 @@ def test_one_member_of_etcd_that_answers_is_enough(tmp_path):
         live = Path(kubeconfig).read_text().partition("http://")[2].split()[0]
         assert facts.why_no_etcd([dead, live]) is None
     assert facts.why_no_etcd([dead]) == f"{dead}: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("offers", "asked", "enough"),
+    [
+        ({"memory": "64G"}, "{memory: 59Gi}", True),
+        ({"memory": "64G"}, "{memory: 60Gi}", False),
+        ({"memory": "8589934592000m"}, "{memory: 8Gi}", True),
+        ({"memory": "1e10"}, "{memory: 9Gi}", True),
+        ({"memory": "1Ei"}, "{memory: 9Ti}", True),
+        ({"memory": "much"}, "{memory: 9Ti}", True),
+        ({"cpu": "2k"}, "{cpu: 1999}", True),
+        ({"cpu": "7910m"}, "{cpu: 8}", False),
+        ({"nvidia.com/gpu": "8k"}, "{gpu: 8}", True),
+    ],
+)
+def test_the_offer_of_a_machine_may_be_any_quantity_of_kubernetes(tmp_path, offers, asked, enough):
+    file = job(tmp_path, f"resources: {asked}").file
+    found = check(file, cluster(machines=[machine("a", **offers)]))
+    assert [one.key for one in found] == (
+        [] if enough else [f"resources.{asked[1:].split(':')[0]}"]
+    )

@@ -27,7 +27,8 @@ def settings(file: JobFile) -> dict[str, str]:
         "PET_NNODES": file.nnodes,
         "PET_NPROC_PER_NODE": file.processes_per_node,
         "PET_MAX_RESTARTS": str(file.max_restarts),
-        "PET_SHUTDOWN_TIMEOUT": f"{file.drain_s:g}",
+        # Without an exponent, which the agent does not read.
+        "PET_SHUTDOWN_TIMEOUT": f"{file.drain_s:.3f}".rstrip("0").rstrip("."),
         **{variable(key): str(value) for key, value in given.items() if value is not None},
         "OMP_NUM_THREADS": str(file.threads_per_worker),
         **reproducible,

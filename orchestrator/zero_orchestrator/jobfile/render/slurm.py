@@ -9,6 +9,7 @@ import math
 import shlex
 from pathlib import Path
 
+from zero_orchestrator.jobfile.reading.reader import JobFileError, Problem
 from zero_orchestrator.jobfile.reading.schema import CONFIG_NAME, Job, cores_number
 from zero_orchestrator.jobfile.reading.settings import etcd_settings, places, settings
 from zero_orchestrator.jobfile.render import files
@@ -36,17 +37,19 @@ def render(job: Job) -> str:
         options.append(f"mem={limit_bytes // 2**20}M")
     if file.resources.gpu:
         options.append(f"gpus-per-node={file.resources.gpu}")
-    options.append(f"time={file.slurm.time}")
-    where = {"partition": file.slurm.partition, "account": file.slurm.account}
-    options += [f"{name}={value}" for name, value in where.items() if value is not None]
+    where = {name: getattr(file.slurm, name) for name in ("time", "partition", "account")}
+    options += [_option(job, name, name, value) for name, value in where.items() if value]
     # As the template, which explains them: its own are above `_BEGIN`, and not in this script.
     options += ["output=%x-%j.log", "open-mode=append", "requeue", "no-kill"]
     options.append(f"signal=B:USR1@{file.grace:.0f}")
     # The user's options are last: of two equal options, sbatch takes the last.
     more = file.slurm.options.items()
-    options += [f"{name}={value}" if value else name for name, value in more]
+    options += [_option(job, f"options.{name}", name, value) for name, value in more]
     config = f"{file.name}.{CONFIG_NAME}"
     variables = settings(file) | etcd_settings(file)
+    end = "CONFIG"
+    while job.config and end in job.config.split("\n"):  # a line that would end it too early
+        end += "_"
     _, _, body = files.read(TEMPLATE).partition(_BEGIN)
     return "".join(
         [
@@ -55,8 +58,18 @@ def render(job: Job) -> str:
             _BEGIN,
             *(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items()),
             *(f': "${{{name}:?{_MISSING}}}"\n' for name in file.secrets),
-            f"cat >{config} <<'CONFIG'\n{job.config.rstrip()}\nCONFIG\n" if job.config else "",
+            f"cat >{config} <<'{end}'\n{job.config.rstrip()}\n{end}\n" if job.config else "",
             f"set -- {shlex.join([file.script, *places(job, config=config)])}\n",
             body,
         ]
     )
+
+
+def _option(job: Job, key: str, name: str, value: str) -> str:
+    """An option of sbatch, as a word of its line. Raises JobFileError: no line can hold it."""
+    if len(f"{name}={value}.".splitlines()) > 1 or not name.replace("-", "").isalnum():
+        text = f"{name}={value}"
+        text = f"{text!r} is no option of sbatch: write it on one line, NAME: VALUE"
+        raise JobFileError(job.source.message(Problem(key=f"slurm.{key}", text=text)))
+    # sbatch takes a backslash within any quotes, where a shell does not.
+    return f"{name}={shlex.quote(value).replace(chr(92), chr(92) * 2)}" if value else name

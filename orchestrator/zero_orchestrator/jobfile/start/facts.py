@@ -74,8 +74,11 @@ class Kubectl:
         done = self._run("get", "--raw=/version", *self._flags)
         if done is None:
             return "kubectl did not end in time"
+        if done.returncode == 0:
+            return None
         # Above the last line kubectl may have logged each attempt.
-        return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+        said = done.stderr.strip() or f"kubectl ended with exit code {done.returncode}"
+        return said.splitlines()[-1]
 
     def get(self, kind: str, name: str | None = None) -> list[Object] | None:
         """The objects of a kind, or the one of this name; empty if there is none.

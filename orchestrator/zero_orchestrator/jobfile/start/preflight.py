@@ -6,10 +6,11 @@ yields problems. A fact that could not be read (None) is no problem.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
-from zero_contract.values import Size
 from zero_orchestrator.jobfile.reading.reader import Problem
 from zero_orchestrator.jobfile.reading.schema import JobFile, cores_number
 from zero_orchestrator.jobfile.start.facts import Cluster
@@ -162,6 +163,18 @@ def _has_several_machines(cluster: Cluster) -> bool:
     return cluster.machines is not None and len(cluster.machines) > 1
 
 
+_QUANTITY = re.compile(r"(\d*\.?\d+|\d+\.)(?:[eE]([+-]?\d{1,2}))?([numkKMGTPE]?)(i?)")
+
+
+def _quantity(text: str) -> float:
+    """A quantity of Kubernetes: `500m`, `64G`, `32Gi`, `1e9`; infinite if it cannot be read."""
+    if (match := _QUANTITY.fullmatch(text)) is None:
+        return math.inf  # a fact that cannot be read is no problem
+    number, exponent, unit, binary = match.groups()
+    power = "num kMGTPE".index(unit.replace("K", "k") or " ") - 3
+    return float(number) * 10.0 ** int(exponent or 0) * (1024.0 if binary else 1000.0) ** power
+
+
 def _machines(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     """A machine has the labels and the size for an agent."""
     if not cluster.machines:
@@ -175,14 +188,15 @@ def _machines(file: JobFile, cluster: Cluster) -> Iterator[Problem]:
     offers = [one["status"]["allocatable"] for one in cluster.machines]
     wanted = file.resources
     largest = {
-        "cpu": max(cores_number(one.get("cpu", "0")) for one in offers),
-        "memory": max(Size(one.get("memory", "0")).size_bytes for one in offers),
-        "gpu": max(int(one.get(wanted.gpu_kind, "0")) for one in offers),
+        name: max(_quantity(one.get(key, "0")) for one in offers)
+        for name, key in {"cpu": "cpu", "memory": "memory", "gpu": wanted.gpu_kind}.items()
     }
     asked = {"cpu": cores_number(wanted.cpu), "memory": wanted.memory.size_bytes, "gpu": wanted.gpu}
     for name, amount in asked.items():
         if amount > largest[name]:
-            shown = Size(f"{largest[name] / 2**30:.1f}Gi") if name == "memory" else largest[name]
+            shown = f"{largest[name]:g}"
+            if name == "memory":
+                shown = f"{largest[name] / 2**30:.1f}Gi"
             text = f"{getattr(wanted, name)}: the largest machine now offers {shown}"
             yield Problem(key=f"resources.{name}", text=text, is_fatal=False)
 
