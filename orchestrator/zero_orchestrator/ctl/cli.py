@@ -378,7 +378,7 @@ def _metrics(args: argparse.Namespace, store: KeyValueStore, view: View) -> int:
         found, up = [], False
         try:
             found, up = [*now()], True
-        except (StoreError, status.NoSuchJob) as error:  # Prometheus must see that etcd is away
+        except ZeroError as error:  # Prometheus must see that etcd is away
             view.report(f"no metrics: {error}")
         yield from found
         yield from metrics.collected([metrics.ETCD_UP], [], [((), up)])

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from zero_agent.loop.observed.judging import DETECTORS, Verdicts
+from zero_agent.loop.observed.judging import DETECTORS, Verdicts, ask_through
 from zero_contract.journal import EVENTS, Journal
 from zero_contract.worker import RankTimes
 from zero_orchestrator.membership.job_state import Members, Node, Snapshot
@@ -23,6 +23,7 @@ from zero_orchestrator.observe.detectors.detector import (
     Question,
     Strains,
 )
+from zero_orchestrator.observe.detectors.straggler import SlowRanks
 from zero_orchestrator.observe.events import Publisher
 from zero_orchestrator.observe.links import Link
 from zero_orchestrator.observe.verdicts import Kind
@@ -158,3 +159,33 @@ def test_no_report_disturbs_a_detector_that_does_not_know_it():
             for finding in detector.add(report, float(now_s)):
                 assert finding.key[0] in Kind
             assert detector.asks in {None, *Question}
+
+
+class Broken(SlowRanks):
+    """Finds something, then has a defect."""
+
+    def add(self, report, now_s):
+        if isinstance(report, Idle):
+            raise KeyError("defect")
+        return super().add(report, now_s)
+
+
+def test_a_defect_of_one_detector_is_logged_once_and_ends_neither_agent_nor_others(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr("zero_agent.loop.observed.judging.DETECTORS", (Broken, *DETECTORS[1:]))
+    begin, end = told_of([Idle(step=1, idle_s=1.0), *stuck()])
+    assert {begin["event"], end["event"]} == {Kind.STUCK}
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]
+
+
+class Damaged(MemoryStore):
+    def range(self, prefix, *, limit=0):
+        raise KeyError(prefix)
+
+
+@pytest.mark.parametrize("question", Question)
+def test_a_question_that_fails_has_the_empty_answer_and_can_be_asked_again(question, caplog):
+    report = ask_through(Damaged(ManualClock()), "gpt", question, ["a", "b"])
+    assert report in (Strains(by_node={}), Probed(links=()), Evidence())
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError]

@@ -2,15 +2,21 @@
 
 from dataclasses import replace
 
+import pytest
 from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.manual_clock import ManualClock
+from tests.support.memory_store import MemoryStore
+from tests.unit.observe.test_status import Job
 from zero_agent.loop.observed.metrics import NODE_METRICS, Readings, of_node
 from zero_agent.node.health_endpoint import STARTING
 from zero_agent.node.state import Workers
 from zero_agent.workers.step_times import Spent, StepTimes
 from zero_contract.worker import Progress, Restored, Saved
+from zero_orchestrator.ctl import cli
+from zero_orchestrator.ctl.views import TableView
+from zero_orchestrator.errors import SpecError
 from zero_orchestrator.observe.events import MemoryUse
 from zero_orchestrator.observe.goodput import Use
 from zero_orchestrator.observe.history import Saved as Checkpoint
@@ -220,3 +226,22 @@ def test_the_first_step_of_a_round_is_in_no_histogram():
     assert steps.by_rank == {}
     steps.add(0, 501.0, None)
     assert steps.by_rank[0].sum_s == 1.0
+
+
+def test_a_job_that_cannot_be_read_any_more_fails_no_scrape(monkeypatch):
+    store = MemoryStore(ManualClock())
+    job = Job(store)
+    job.round(1, "ACTIVE", "a")
+    found = []
+
+    def serve(port, *, addr, registry):
+        store.put(job.keys.round, '{"n": 1}')
+        found.append(registry.collect)
+        raise OSError
+
+    monkeypatch.setattr("prometheus_client.exposition.start_http_server", serve)
+    args = cli.make_parser().parse_args(["metrics", "gpt", "--port=0"])
+    with pytest.raises(SpecError):
+        cli._COMMANDS["metrics"](args, store, TableView())
+    (up,) = found[0]()
+    assert [sample.value for sample in up.samples] == [0]

@@ -98,7 +98,13 @@ class Verdicts:
         elif isinstance(report, Idle):
             self._step = report.step
         now_s = self._clock.now()
-        found = {one.key: one for each in self._detectors for one in each.add(report, now_s)}
+        found: dict[tuple[Kind, int | None], Finding] = {}
+        for each in [*self._detectors]:
+            try:
+                found |= {one.key: one for one in each.add(report, now_s)}
+            except Exception:  # a defect of it must not end the agent, nor fill its log
+                log.exception("the verdicts of %s end with this round", type(each).__name__)
+                self._detectors.remove(each)
         for key in self._held.keys() - found.keys():
             self._tell(self._held.pop(key), holds=False)
         for key in found.keys() - self._held.keys():
@@ -163,7 +169,9 @@ def ask_through(store: KeyValueStore, job: str, question: Question, nodes: Seque
         return asks(store, job, nodes)
     except StoreError as error:  # an empty answer, too, ends the detector's wait for one
         log.debug("the question %s has no answer: %s", question, error)
-        return nothing
+    except Exception:
+        log.exception("the question %s has no answer", question)
+    return nothing
 
 
 def _strains(store: KeyValueStore, job: str, nodes: Sequence[str]) -> Strains:
