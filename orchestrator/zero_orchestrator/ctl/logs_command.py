@@ -12,10 +12,10 @@ import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.text import Text
 
+from zero_contract.decoding import MalformedError, decode
 from zero_contract.exit_codes import CtlExit
 from zero_contract.values import whole
 from zero_orchestrator.ctl.views import View
@@ -106,6 +106,28 @@ class LogLine:
     """The line without its end."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """What a worker has printed, in the answer of an agent."""
+
+    number: int
+    time: float
+    round: int
+    rank: int
+    stream: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    """The answer of an agent."""
+
+    agent: str
+    number: int
+    chunks: tuple[_Chunk, ...]
+    lost: bool
+
+
 @dataclass(frozen=True)
 class _Cursor:
     """The position in a node's output up to which it was shown."""
@@ -158,30 +180,33 @@ class _Reader:
 
     def show(self, answers: Iterable[Answer]) -> None:
         """Show what has not been shown, in the order of the nodes' clocks."""
-        chunks: list[tuple[float, str, dict[str, Any]]] = []
+        chunks: list[tuple[str, _Chunk]] = []
         for answer in answers:
             if answer.problem:
                 self._view.report(f"node {answer.node}: {answer.problem}")
                 continue
-            agent, of_node = answer.record["agent"], answer.record["chunks"]
+            try:
+                output = decode(_Output, answer.record, "its answer cannot be read")
+            except MalformedError as error:
+                self._view.report(f"node {answer.node}: {error}")
+                continue
             cursor = self._cursors.get(answer.node)
             # Another agent process, after a restart, numbers its output from the beginning.
-            shown = cursor.number if cursor is not None and cursor.agent == agent else 0
-            first = of_node[0]["number"] if of_node else answer.record["number"]
-            if answer.record["lost"] and shown and first > shown + 1:
+            shown = cursor.number if cursor is not None and cursor.agent == output.agent else 0
+            first = output.chunks[0].number if output.chunks else output.number
+            if output.lost and shown and first > shown + 1:
                 text = "output is missing here; it came faster than etcd could carry it"
                 self._view.report(f"node {answer.node}: {text}")
-            chunks += [(one["time"], answer.node, one) for one in of_node if one["number"] > shown]
-            self._cursors[answer.node] = _Cursor(agent, answer.record["number"])
-        for _, node, chunk in sorted(chunks, key=lambda one: one[0]):
-            if self._rank in (None, chunk["rank"]):
-                rank = chunk["rank"]
-                facts = {name: chunk[name] for name in ("time", "round", "rank", "stream")}
-                for line in chunk["text"].splitlines():
+            chunks += [(answer.node, one) for one in output.chunks if one.number > shown]
+            self._cursors[answer.node] = _Cursor(output.agent, output.number)
+        for node, chunk in sorted(chunks, key=lambda one: one[1].time):
+            if self._rank in (None, chunk.rank):
+                facts = {of: getattr(chunk, of) for of in ("time", "round", "rank", "stream")}
+                for line in chunk.text.splitlines():
                     its = LogLine(job=self._job, node=node, **facts, text=line)
                     self._view.record(dataclasses.asdict(its))
-                    colour = _COLOURS[rank % len(_COLOURS)]
-                    self._view.line(Text.assemble((f"[rank{rank}]: ", colour), line))
+                    colour = _COLOURS[chunk.rank % len(_COLOURS)]
+                    self._view.line(Text.assemble((f"[rank{chunk.rank}]: ", colour), line))
         self._begun = True
 
     def follow(self) -> None:

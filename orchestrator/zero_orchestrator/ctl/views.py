@@ -376,7 +376,7 @@ def _checkpoint(latest: Mapping[str, Any] | None, count: int, last: Saved | None
     """The newest checkpoint, and what the last save that has ended took."""
     if latest is None:
         return "none yet"
-    text = f"step {latest['step']}, {latest['samples']} samples ({latest['tag']})"
+    text = f"step {latest['step']}, {latest.get('samples', 0)} samples ({latest.get('tag', '')})"
     if "time" in latest:
         text += f", {age(latest['time'])}"
     if last is not None:

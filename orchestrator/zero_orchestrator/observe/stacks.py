@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from zero_contract.decoding import MalformedError, decode
+
 _HEAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])? \(most recent call")
 _STARTER = "/zero_agent/workers/worker_main.py"
 """The file that starts the user's program: its frame and those outside of it are left out."""
@@ -68,23 +70,43 @@ class Group:
     threads: tuple[Thread, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """The stacks of one worker, as its agent tells them."""
+
+    rank: int | None
+    pid: int | None = None
+    problem: str = ""
+    spy: str | None = None
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """What an agent tells of its workers."""
+
+    host: str = ""
+    ranks: tuple[_Told, ...] = ()
+
+
 def from_answer(node: str, record: Mapping[str, Any]) -> Iterator[RankStack]:
     """The stacks in the answer of a node."""
-    host = str(record.get("host", ""))
-    for one in record.get("ranks", ()):
-        problem, threads = str(one.get("problem", "")), tuple[Thread, ...]()
+    try:
+        answer = decode(_Answer, record, "its stacks cannot be read")
+    except MalformedError as error:
+        yield RankStack(rank=None, node=node, problem=str(error))
+        return
+    for one in answer.ranks:
+        problem, threads = one.problem, tuple[Thread, ...]()
         try:
-            if "spy" in one:
-                threads = from_spy(one["spy"])
-            elif "text" in one:
-                threads = from_faulthandler(one["text"])
+            threads = from_faulthandler(one.text) if one.spy is None else from_spy(one.spy)
         except (ValueError, KeyError, TypeError) as error:  # it is of another version, or damaged
             problem = f"its stacks cannot be read: {error!r}"
         yield RankStack(
-            rank=one["rank"],
+            rank=one.rank,
             node=node,
-            host=host,
-            pid=one.get("pid"),
+            host=answer.host,
+            pid=one.pid,
             threads=threads,
             problem=problem,
         )

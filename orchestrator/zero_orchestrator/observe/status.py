@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 from zero_contract.decoding import line_of
 from zero_contract.errors import ZeroError
 from zero_orchestrator.errors import SpecError, StoreRefused
+from zero_orchestrator.membership import records
 from zero_orchestrator.membership.dead_links import SetAside
 from zero_orchestrator.membership.failures import Exclusion, fruitless
-from zero_orchestrator.membership.job_state import ENDED, Head, Node, Snapshot
+from zero_orchestrator.membership.job_state import ENDED, Head, Node, Published, Snapshot
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
 from zero_orchestrator.membership.rounds import Observation, Timing, decide
@@ -228,6 +229,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
     found, prefix = store.range(Keys(job).prefix), events.progress_prefix(job)
     items = store.range(prefix).items
     kept = {item.key: item for item in items}
+    in_memory = Keys(job).in_memory
     ledgers = (item for item in items if item.key.startswith(events.goodput_prefix(job)))
     used_ns = add_up(map(events.read_goodput, ledgers))
     history = events.read_history(kept.get(events.history_key(job)))
@@ -244,7 +246,10 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         status = dataclasses.replace(status, speed=None, left_s=None)
     return dataclasses.replace(
         status,
-        in_memory=progress.get(_below_progress(Keys(job).in_memory)),
+        # Of another version, or damaged: then the job is shown without it.
+        in_memory=None
+        if records.kept(Published, kept.get(in_memory)) is None
+        else progress[_below_progress(in_memory)],
         excluded_left_s={
             i.key.removeprefix(excluded): round(store.time_left(i.lease)) for i in leased
         },

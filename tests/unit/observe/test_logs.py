@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from types import SimpleNamespace
 
@@ -15,8 +16,9 @@ from tests.unit.observe.test_status import Job
 from zero_agent.loop.answers import Answers, kinds_of, last_output
 from zero_agent.workers.output.recent import RecentOutput
 from zero_orchestrator.ctl import cli, logs_command
-from zero_orchestrator.ctl.views import JsonView
+from zero_orchestrator.ctl.views import JsonView, TableView
 from zero_orchestrator.observe.events import output_prefix
+from zero_orchestrator.observe.queries import Answer, pack
 
 
 class Printer(JsonView):
@@ -146,3 +148,41 @@ def test_output_that_came_too_fast_is_said_to_be_missing(store, follow):
     node.ends()
     store.delete(job.keys.node("a"))
     job.round(1, "DONE", "a")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {}, {"agent": "1"}, {"agent": 1, "chunks": [], "number": 0}, {"chunks": 3},
+        {"agent": "1", "chunks": [{}], "number": 1}, {"agent": "1", "chunks": [1], "number": 1},
+        {"ranks": [{}]}, {"ranks": [1]}, {"ranks": 1}, {"ranks": [{"rank": "a"}]},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["logs", "stack"])
+def test_an_answer_of_another_version_is_named_and_hides_no_other(command, record, capsys):
+    memory = MemoryStore(ManualClock())
+    job = Job(memory)
+    job.live("ab")
+    job.round(3, "ACTIVE", "ab")
+    chunk = {"number": 1, "time": 1.5, "round": 3, "rank": 2, "stream": "stdout", "text": "good"}
+    stack = 'Thread 0x01 (most recent call first):\n  File "/x.py", line 7 in good\n'
+    good = {
+        "logs": {"agent": "1", "chunks": [chunk], "number": 1, "lost": False},
+        "stack": {"host": "h", "ranks": [{"rank": 2, "pid": 7, "text": stack}]},
+    }
+    if command == "stack" and not record.get("ranks"):
+        record = {"ranks": None}
+    agents = [
+        Answers(memory, "gpt", name, {command: lambda query, of=of: of})
+        for name, of in (("a", record), ("b", good[command]))
+    ]
+    memory.put(output_prefix("gpt") + "c", pack(Answer(node="c", number=1, record=record)))
+    args = cli.make_parser().parse_args([command, "gpt"])
+    try:
+        cli._COMMANDS[command](args, memory, TableView())
+    finally:
+        for agent in agents:
+            agent.close()
+    said = capsys.readouterr().out
+    assert "good" in said
+    assert re.search(r"node a: its (answer|stacks) cannot be read", said)

@@ -599,3 +599,14 @@ def test_of_thousands_of_arguments_a_person_is_shown_the_first_and_a_tool_all():
     assert "train.py data/0000.parquet" in page
     assert f"... ({len(' '.join(command)) - 1000:,} more characters)" in page
     assert json.loads(now.to_json())["command"] == list(command)
+
+
+@pytest.mark.parametrize("value", ["{}", '{"tag": "t"}', '{"step": "x"}', "[]", "x"])
+def test_a_damaged_record_of_the_checkpoint_in_memory_hides_nothing_else(memory, value):
+    job = Job(memory)
+    job.live("a")
+    job.round(1, "ACTIVE", "a")
+    memory.put(job.keys.in_memory, value)
+    assert "in memory" not in shown(read(job))
+    memory.put(job.keys.in_memory, '{"step": 5}')
+    assert "step 5, 0 samples" in shown(read(job))
