@@ -205,6 +205,24 @@ def checkpoint_of(name: str, call: str, directory: Path) -> None:
         assert engine.weight_hash() == before
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.corners(bf16=[True])
+def test_a_value_that_is_written_as_that_error_says_lasts(worlds: WorldPool, bf16: bool) -> None:
+    with pytest.raises(WorldError, match=r"write values in zero\.GatheredParameters") as error:
+        worlds.run(1, train_on, "memory")
+    assert "data.copy_" not in str(error.value)
+    assert worlds.run(2, write_and_step, bf16) == [pytest.approx(3, abs=0.1)] * 2
+
+
+def write_and_step(bf16: bool) -> float:
+    engine = make_engine(config(1, bf16=bf16))
+    weight = engine.module.blocks[0].up.weight
+    with GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.fill_(3.0)
+    train(engine, 1)
+    return float(safe_get_full_fp32_param(weight).mean())
+
+
 def of_one_memory() -> None:
     model = make_model()
     model.position = nn.Parameter(model.embed.weight.data[:LENGTH])

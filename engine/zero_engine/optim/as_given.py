@@ -77,8 +77,9 @@ class AsGiven:
                 raise ZeroError(
                     f"{name} has other memory than at initialize(): half(), to() or an assignment "
                     "to its .data has replaced it, so forward does not see what the engine trains; "
-                    "set the dtype in the config, and write values with .data.copy_(), or in "
-                    "zero.GatheredParameters(parameters, modifier_rank=0)"
+                    "set the dtype in the config, and write values in "
+                    "zero.GatheredParameters(parameters, modifier_rank=0): of what is written "
+                    "elsewhere to large 16-bit weights the next step keeps nothing"
                 )
         frozen = (
             slot.fqn
