@@ -17,7 +17,7 @@ and `accelerator.clip_grad_norm_` has the norm that does not depend on the numbe
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -140,27 +140,44 @@ def hand_over(accelerator: Any, run: zero_torch.Run) -> None:
     def backward(loss: Tensor, *, tokens: int | Tensor | None = None, **_: Any) -> None:
         run.backward(loss, tokens=tokens)
 
-    def clip_grad_norm_(_: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        if norm_type != 2:
-            raise ZeroError(
-                f"clip_grad_norm_(norm_type={norm_type}): the norm of a run is that of 2"
-            )
-        norm = run.clip_grad_norm_(max_norm)
-        return None if norm is None else torch.tensor(norm, dtype=torch.float64)
+    def do_sync() -> None:
+        run._advance()  # in a loop that draws ahead, to the micro-step of the batch that is next
+        accelerator.gradient_state._set_sync_gradients(run.last)
 
     check_replaced("accelerate", accelerator, _REPLACED)
     accelerator.backward = backward
-    accelerator.clip_grad_norm_ = clip_grad_norm_
+    accelerator.clip_grad_norm_ = partial(_clip_grad_norm, accelerator, run)
     if accelerator.num_processes > 1:
         one = partial(_gathered, accelerator.gather)
         accelerator.gather = partial(recursively_apply, one, error_on_other_type=True)
     # Each micro-step has to reduce: the run accumulates.
     accelerator.no_sync = lambda _=None: nullcontext()
-    accelerator._do_sync = lambda: accelerator.gradient_state._set_sync_gradients(run.last)
+    accelerator._do_sync = do_sync
     for name, instead in _KEPT.items():
         setattr(accelerator, name, _refusing(f"accelerator.{name}(): {instead}"))
     for prepared in accelerator._optimizers:  # which has kept its step() of before
         prepared.__setstate__({})
+
+
+def _clip_grad_norm(
+    accelerator: Any,
+    run: zero_torch.Run,
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2,
+) -> Tensor | None:
+    if norm_type != 2:
+        raise ZeroError(f"clip_grad_norm_(norm_type={norm_type}): the norm of a run is that of 2")
+    some = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
+    groups = [group for each in accelerator._optimizers for group in each.param_groups]
+    if any(p.requires_grad and p not in some for group in groups for p in group["params"]):
+        if run.lost is not None or not run.last:
+            return None
+        accelerator.unscale_gradients()
+        # The run answers torch, for some of its gradients as for all.
+        return nn.utils.clip_grad_norm_(some, max_norm)
+    norm = run.clip_grad_norm_(max_norm)
+    return None if norm is None else torch.tensor(norm, dtype=torch.float64)
 
 
 def _gathered(gather: Callable[[Tensor], Tensor], mine: Tensor) -> Tensor:
