@@ -36,6 +36,10 @@ class GlobalBatches:
         """The steps of a whole epoch; TypeError for a stream."""
         if reads_lanes(self.dataset):
             raise TypeError("a stream has no length")
+        if self.given.batch_size is None:
+            # Of a batch sampler, each of whose batches is a micro-batch.
+            batches: Any = self.given.batch_sampler
+            return math.ceil(len(batches) / self._samples)
         sampler: Any = self.given.sampler
         # A DistributedSampler counts the samples of one rank.
         whole: Any = self.dataset if isinstance(sampler, DistributedSampler) else sampler

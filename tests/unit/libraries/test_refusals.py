@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from zero_contract.errors import ConfigError, ZeroError
 
@@ -233,6 +233,15 @@ def test_the_samples_of_a_stream_are_not_drawn_before_the_optimizer_is_there() -
     assert len(batches) == 2  # of 6 samples and of 2
     with pytest.raises(ZeroError, match="before the library has made the optimizer"):
         next(iter(batches))
+
+
+def test_the_steps_of_an_epoch_of_batches_are_counted_in_batches() -> None:
+    from zero_libraries.steps import GlobalBatches
+
+    samples = TensorDataset(torch.zeros(20, 2))
+    batches = BatchSampler(range(20), 2, drop_last=False)
+    loader = DataLoader(samples, batch_sampler=batches)
+    assert len(GlobalBatches(loader, 3)) == 4  # 10 batches
 
 
 @pytest.mark.parametrize(
