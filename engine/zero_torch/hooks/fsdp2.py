@@ -116,6 +116,7 @@ _HOOKS = (
     "set_force_sum_reduction_for_comms",
     "set_reduce_scatter_unused_params",
 )
+_SYNCS = ("set_requires_gradient_sync", "set_requires_all_reduce")
 _OWN = (
     "FSDPModule.{}() would take the sum of the gradients out of its order, in which every micro-"
     "batch has its share: leave it out"
@@ -172,7 +173,9 @@ def attach(
                 module.set_custom_all_gather(gather)
             if levels is not None:
                 levels.replace_all_reduce(module)
-            module.set_requires_gradient_sync = _keep_sync  # type: ignore[method-assign]
+            for setter in _SYNCS:  # as a script may have left them
+                getattr(module, setter)(True, recurse=False)
+                setattr(module, setter, _keep_sync)
             for setter in _HOOKS:
                 setattr(module, setter, partial(_refuse, setter))
     # The buffers of rank 0, as DDP does: FSDP2 leaves to each rank what it has made.
@@ -185,10 +188,10 @@ def attach(
     gradients.begins.append(direct.begin)
 
 
-def _keep_sync(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+def _keep_sync(*required: bool, recurse: bool = True, **named: bool) -> None:
     """In the place of FSDP2's own: what it leaves on a rank would be in no sum."""
     del recurse
-    if not requires_gradient_sync:
+    if not all((*required, *named.values())):
         raise ZeroError(NOT_REDUCED)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 import zero_torch
@@ -33,6 +34,7 @@ from tests.support.saving import heard
 from tests.support.stock import wrap
 from tests.support.world import WorldPool
 from zero_contract.errors import ZeroError
+from zero_torch.hooks import fsdp2
 from zero_torch.wrapped import local
 
 STOCK: list[Place] = [("plain", 1), ("ddp", 2), ("fsdp2", 1), ("fsdp2", 2)]
@@ -241,8 +243,13 @@ def divide(_: Any, model: Any, __: Tensor) -> None:
     model.set_gradient_divide_factor(2.0)
 
 
+def leave_out(_: Any, model: Any, __: Tensor) -> None:
+    model.set_requires_all_reduce(False)
+
+
 OUTSIDE: dict[str, tuple[Callable[[Any, Any, Tensor], None], str]] = {
     "a penalty": (penalize, "down.weight got a gradient of its own, not in a forward"),
+    "no all-reduce": (leave_out, "no gradient was reduced in this micro-step"),
     "a factor": (divide, r"set_gradient_divide_factor() would take the sum of the gradients out"),
 }
 
@@ -271,6 +278,49 @@ def test_a_gradient_that_would_be_in_no_sum_of_fsdp2_is_refused_by_name(
     expected = OUTSIDE[what][1] if what in OUTSIDE else "up.weight has a gradient hook of the"
     for told in worlds.run(2, refused, what):
         assert expected in told
+
+
+def summed_over_replicas(off: bool) -> str:
+    """The weights of HSDP, of which a script may have left the all-reduce out before."""
+    torch.manual_seed(0)
+    net = Net()
+    model: Any = wrap(net, "hsdp", [net.down])
+    if off:
+        model.set_requires_all_reduce(False)
+    loader = torch.utils.data.DataLoader(data(), batch_size=2)
+    run = zero_torch.protect(model, sgd(model), loader, microbatches=4)
+    for (batch,) in run.loader:
+        run.backward(model(batch))
+        model.set_requires_all_reduce(True)
+        run.step()
+    return run.weight_hash()
+
+
+def test_replicas_of_hsdp_get_their_sums_whatever_was_set_before(worlds: WorldPool) -> None:
+    (expected,) = set(worlds.run(4, summed_over_replicas, False))
+    assert set(worlds.run(4, summed_over_replicas, True)) == {expected}
+
+
+HARMLESS_SETTERS = {
+    "set_allocate_memory_from_process_group_for_comm",
+    "set_is_last_backward",
+    "set_modules_to_backward_prefetch",
+    "set_modules_to_forward_prefetch",
+    "set_post_optim_event",
+    "set_reduce_scatter_divide_factor",  # calls set_gradient_divide_factor()
+    "set_reduce_scatter_max_input_buffers",
+    "set_reshard_after_backward",
+    "set_reshard_after_forward",
+    "set_separate_reduce_scatter_group",
+    "set_symm_mem_for_comm",
+    "set_unshard_in_backward",
+}
+"""They choose when weights and sums travel, or through which memory."""
+
+
+def test_every_setter_of_fsdp2_is_refused_or_changes_no_sum() -> None:
+    setters = {name for name in vars(FSDPModule) if name.startswith("set_")}
+    assert setters == {*fsdp2._HOOKS, *fsdp2._SYNCS} | HARMLESS_SETTERS
 
 
 # ---- what a forward keeps elsewhere ----
