@@ -587,7 +587,6 @@ class Run(Checkpoints):
         assert self._everybodys is not None  # `_may_act` has weighed the tokens
         with exit_on_peer_loss(self._link):  # before the step counts: it has all of its state
             self._writes.end_step(self._everybodys[:, NOTES - 1].tolist())
-        self._phase.move(Move.STEP)
         self._skipped, self._held.unscaled = skipped, False
         self._same.stepped()
         cursor.step += 1
@@ -598,3 +597,4 @@ class Run(Checkpoints):
         self.loader.seed_step()
         if self._ledger is not None:
             self._ledger.end_step(cursor.step)
+        self._phase.move(Move.STEP)  # last: what is interrupted before it cannot be saved

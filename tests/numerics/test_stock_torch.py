@@ -442,3 +442,37 @@ def trained_scale(wrapped: bool) -> str:
 def test_a_bucket_of_fewer_elements_than_ranks_is_summed_as_any_other(worlds: WorldPool) -> None:
     (alone,) = worlds.run(1, trained_scale, False)
     assert worlds.run(3, trained_scale, True) == [alone] * 3
+
+
+def interrupted(at: str, directory: str) -> str:
+    """What the script is told that saves where a step was interrupted after its optimizer."""
+    model, _, run = protected("plain", config={"elastic": {"sample_ledger": directory}})
+    owner: Any = {"stepped": run._same, "seed_step": run.loader, "end_step": run._ledger}[at]
+    call = getattr(owner, at)
+
+    def interrupt(*given: Any) -> None:
+        if at == "seed_step" and given:  # at another moment of the step
+            call(*given)
+        else:
+            raise KeyboardInterrupt
+
+    setattr(owner, at, interrupt)
+    try:
+        for tokens in batches(run, 1):
+            run.backward(model(tokens))
+            run.step()
+    except KeyboardInterrupt:
+        with pytest.raises(ZeroError) as raised:
+            run.save(directory)
+        return str(raised.value)
+    return ""
+
+
+@pytest.mark.parametrize("at", ["stepped", "seed_step", "end_step"])
+@pytest.mark.corners(at=["seed_step"])
+def test_a_step_that_is_interrupted_behind_its_optimizer_is_in_no_checkpoint(
+    worlds: WorldPool, tmp_path: Path, at: str
+) -> None:
+    """Its weights are those of the next position."""
+    (told,) = worlds.run(1, interrupted, at, str(tmp_path))
+    assert told.startswith("save() in the middle of a step")
