@@ -111,7 +111,8 @@ class Norms:
         owners = {id(each.grad): name for name, each in trained.items() if each.grad is not None}
         names = [owners[id(each)] for each in gradients if id(each) in owners]
         sharded = any(isinstance(each, DTensor) for each in gradients)
-        is_ours = order == 2 and len(names) == len(gradients)
+        # Of whole ones torch may count one twice, as it does.
+        is_ours = order == 2 and len(set(names) if sharded else names) == len(gradients)
         # Of others' gradients torch may answer; a maximum is the same in any order.
         if (
             not names
@@ -123,8 +124,8 @@ class Norms:
         if not is_ours:
             raise ZeroError(
                 f"a norm of order {order:g} of {len(gradients)} gradients, of which this run has "
-                f"{len(names)}, would depend on the number of ranks; clip by one of order 2 or "
-                "infinity, and the gradients of each run by themselves"
+                f"{len(set(names))}, would depend on the number of ranks; clip by one of order 2 "
+                "or infinity, the gradients of each run by themselves, and each of them once"
             )
         double = any(each.dtype in (torch.float64, torch.complex128) for each in gradients)
         kind = torch.float64 if double else torch.float32

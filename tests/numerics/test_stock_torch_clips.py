@@ -136,6 +136,7 @@ def refused(wrapper: str) -> list[str]:
             for given, order in (
                 ([*model.parameters(), *other.parameters()], 2),
                 (model.parameters(), 1),
+                ([*model.parameters()] * 2, 2),
             ):
                 try:
                     clip_grad_norm_(given, 1.0, norm_type=order)
@@ -149,12 +150,13 @@ def refused(wrapper: str) -> list[str]:
 def test_a_norm_that_would_depend_on_the_number_of_ranks_is_refused(worlds: WorldPool) -> None:
     count = len(list(make("plain").parameters()))
     beyond = (
-        "would depend on the number of ranks; clip by one of order 2 or infinity, and the "
-        "gradients of each run by themselves"
+        "would depend on the number of ranks; clip by one of order 2 or infinity, the "
+        "gradients of each run by themselves, and each of them once"
     )
     texts = [
         f"a norm of order 2 of {count + 2} gradients, of which this run has {count}, {beyond}",
         f"a norm of order 1 of {count} gradients, of which this run has {count}, {beyond}",
+        f"a norm of order 2 of {2 * count} gradients, of which this run has {count}, {beyond}",
     ]
     assert worlds.run(2, refused, "fsdp2") == [texts, texts]
     assert worlds.run(2, refused, "ddp") == [[], []]  # each rank has them whole
