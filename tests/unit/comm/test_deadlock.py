@@ -103,3 +103,42 @@ def test_a_rank_that_goes_on_while_another_looks_holds_nobody_up() -> None:
     assert "rank 1 waits for b, which rank 0 has not begun" in second.look("b", 0)
     board.other = second
     assert first.look("a", 0) == ""
+
+
+class Counting:
+    """A store that counts the calls."""
+
+    def __init__(self) -> None:
+        self._store, self.calls = dist.HashStore(), 0
+
+    def set(self, key: str, value: str) -> None:
+        self.calls += 1
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.calls += 1
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self.calls += 1
+        return self._store.check(keys)
+
+
+@pytest.mark.parametrize("world", [2, 64, 127, 128, 1024])
+def test_a_look_takes_few_calls_of_the_store_at_every_world_size_and_finds_a_circle(
+    world: int,
+) -> None:
+    board = Counting()
+    ranks = [DeadlockDetector(board, rank, world) for rank in range(world)]
+    for rank, each in enumerate(ranks):
+        each.begin("b" if rank == 1 else "a")
+        each._post("b" if rank == 1 else "a", 0)
+    board.calls, looks = 0, 2 * max(1, world // 64)
+    found = [
+        ranks[rank].look("b" if rank == 1 else "a", 0) for _ in range(looks) for rank in (0, 1)
+    ]
+    assert board.calls <= 2 * looks * 256
+    for rank, other in ((0, 1), (1, 0)):
+        assert any(f"which rank {other} has not begun" in each for each in found[rank::2])
+    if world < 128:  # at once
+        assert all(found)
