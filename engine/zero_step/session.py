@@ -25,6 +25,7 @@ from zero_checkpoint.saving.departure import ClientSource, Departure, choose_dep
 from zero_checkpoint.training import Loading, Training
 from zero_comm.determinism import Hardware
 from zero_comm.errors import Diverged
+from zero_comm.exchange import left_under_way
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
 from zero_comm.worker.distributed import found_again, leave_group
@@ -340,6 +341,7 @@ class Session:
             assert staying is not None
             assert staying.directory is not None
             found_again(environ, staying.meets_within_s)
+            left_under_way.forget()  # else the end of the process waits for them
             # It gets another link, with the round: the group is another one.
             session: Session = staying.make_again()
             # What the script has told this session alone: its client state, where it saves.

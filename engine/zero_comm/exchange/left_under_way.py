@@ -28,11 +28,16 @@ def finish(pending: Pending) -> None:
     _UNDER_WAY.pop(id(pending), None)
 
 
+def forget() -> None:
+    """Wait for none of them: their group has been aborted."""
+    _UNDER_WAY.clear()
+
+
 def _end() -> None:
     # Other ranks may still read from the memory of this process.
-    with suppress(Exception):  # a peer is lost, and nobody is left who would use what is coming
-        for pending in list(_UNDER_WAY.values()):
-            finish(pending)
+    for pending in list(_UNDER_WAY.values()):
+        with suppress(Exception):  # a peer is lost, and nobody is left who would use what is coming
+            wait(pending)
 
 
 atexit.register(_end)
