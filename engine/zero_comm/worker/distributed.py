@@ -44,6 +44,8 @@ _log = logging.getLogger(__name__)
 
 GROUP_TIMEOUT_S = 600.0
 """The timeout of a collective; DeepSpeed's default as well."""
+MOST_TIMEOUT_S = 7 * 24 * 3600.0
+"""torch counts in milliseconds, gloo in 32 bits of them: 24 days."""
 MEETING = "meeting the other ranks"
 TELL_TIMEOUT_S = 1.0
 ABORT_TIMEOUT_S = 5.0
@@ -60,9 +62,14 @@ def group_timeout_s() -> float:
     """The timeout of a collective: DEEPSPEED_TIMEOUT, in minutes, or the default."""
     minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
     try:
-        return 60 * float(minutes) if minutes else GROUP_TIMEOUT_S
+        timeout_s = 60 * float(minutes) if minutes else GROUP_TIMEOUT_S
     except ValueError:
-        raise ConfigError(f"DEEPSPEED_TIMEOUT={minutes}: not a number of minutes") from None
+        timeout_s = 0.0
+    if not 0 < timeout_s <= MOST_TIMEOUT_S:  # nor is NaN
+        raise ConfigError(
+            f"DEEPSPEED_TIMEOUT={minutes}: not a number of minutes above 0, and up to a week's"
+        )
+    return timeout_s
 
 
 def leave_failures_to_agent() -> None:

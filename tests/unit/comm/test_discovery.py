@@ -166,3 +166,10 @@ def test_workers_of_a_real_mpirun_train_as_those_of_an_agent(tmp_path):
         assert f"training on {2 if prefix else 1} workers" in done.stdout
         hashes.append(final_hash(done.stdout))
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("minutes", ["ten", "nan", "inf", "-inf", "0", "-1", "1e300"])
+def test_a_timeout_that_is_none_is_an_error_that_names_the_variable(monkeypatch, minutes):
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    with pytest.raises(ConfigError, match=f"DEEPSPEED_TIMEOUT={minutes}: "):
+        init_distributed()
