@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.waiting import wait_for
 from zero_comm.errors import Diverged
 from zero_comm.exchange.cpu.same_host import (
     Reading,
@@ -87,6 +89,30 @@ def test_more_exchanges_than_a_socket_holds_words_for_all_end(host: Host) -> Non
     assert sum(float(ended(reading).sum()) for reading in ours + theirs) == 4 * 6000
 
 
+class Refuses:
+    """A socket whose kernel lacks memory for some messages, one of which comes at last."""
+
+    def __init__(self, line: socket.socket, code: int) -> None:
+        self._line, self._code, self._left = line, code, 3
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._line, name)
+
+    def send(self, word: bytes) -> int:
+        self._left -= 1
+        if self._left >= 0:
+            raise OSError(self._code, os.strerror(self._code))
+        return self._line.send(word)
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM])
+def test_a_message_that_the_kernel_has_no_memory_for_is_sent_again(host: Host, code: int) -> None:
+    members = host.ranks[0]._exchanges._members
+    members[1] = SameHostPeer(os.getpid(), Refuses(members[1].line, code))
+    ours, theirs = (host.begin(rank, "weights", torch.ones(3)) for rank in (0, 1))
+    assert float(ended(ours).sum()) == float(ended(theirs).sum()) == 3
+
+
 def test_a_neighbour_that_goes_fails_what_needs_it_and_what_comes_later(host: Host) -> None:
     done = host.begin(0, "before", torch.ones(1)), host.begin(1, "before", torch.ones(1))
     assert [float(ended(reading)) for reading in done] == [1.0, 1.0]
@@ -95,6 +121,19 @@ def test_a_neighbour_that_goes_fails_what_needs_it_and_what_comes_later(host: Ho
     for reading in (under_way, host.begin(0, "later", torch.ones(1))):
         with pytest.raises(RuntimeError, match="connection closed by rank 1"):
             ended(reading)
+
+
+def test_who_has_ended_writes_to_no_file_that_has_the_number_of_its_bell(host: Host) -> None:
+    exchanges, bell = host.ranks[0]._exchanges, host.ranks[0]._exchanges._bell
+    exchanges.close()
+    wait_for(lambda: not os.path.exists(f"/proc/self/fd/{bell}"), 10, "the end of the thread")
+    other = os.eventfd(0, os.EFD_NONBLOCK)
+    os.dup2(other, bell)
+    exchanges.close()
+    os.close(bell)
+    with pytest.raises(BlockingIOError):
+        os.eventfd_read(other)
+    os.close(other)
 
 
 def test_memory_that_cannot_be_read_is_a_lost_neighbour() -> None:
@@ -146,7 +185,9 @@ print(call.recv(100))
 """
 
 
-def test_a_stranger_who_connects_while_ranks_meet_is_hung_up_on_and_they_meet() -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_strangers_who_connect_while_ranks_meet_are_hung_up_on_and_they_meet(number: int) -> None:
+    """Of three the queue of a world of two is full."""
     both, rows = threading.Barrier(2, timeout=60), [torch.empty(0), torch.empty(0)]
     strangers: list[subprocess.Popen[str]] = []
 
@@ -158,9 +199,12 @@ def test_a_stranger_who_connects_while_ranks_meet_is_hung_up_on_and_they_meet() 
         if rank == 0 and not strangers:  # before the other rank connects
             where = json.loads(bytes(row.tolist()))["listens"]
             command = [sys.executable, "-c", CALLS, where]
-            strangers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-            assert strangers[0].stdout.readline() == "connected\n"
+            for _ in range(number):
+                strangers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+                assert strangers[-1].stdout.readline() == "connected\n"
         both.wait()
+        if rank == 0 and what == "who reads whose memory":
+            ranks[1].join(0.5)  # it connects meanwhile, or has failed
         return everyones
 
     met: dict[int, object] = {}
@@ -177,7 +221,7 @@ def test_a_stranger_who_connects_while_ranks_meet_is_hung_up_on_and_they_meet() 
         thread.start()
     for thread in ranks:
         thread.join(60)
-    assert strangers[0].communicate(timeout=60)[0] == "b''\n"
+    assert [each.communicate(timeout=60)[0] for each in strangers] == ["b''\n"] * number
     assert [met[rank][0] for rank in (0, 1)] == [range(2), range(2)]
     assert all(met[rank][1] is not None for rank in (0, 1))
 

@@ -142,7 +142,7 @@ class _Exchanges:
 
     def __init__(self, members: Mapping[int, SameHostPeer]) -> None:
         self._members = members
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `close` may run in the midst of the thread
         self._open: dict[bytes, Reading] = {}
         self._early: defaultdict[bytes, dict[int, tuple[int, int]]] = defaultdict(dict)
         """By key and rank: offers to this rank, which has not begun that exchange."""
@@ -173,22 +173,22 @@ class _Exchanges:
             self._ring()
 
     def close(self) -> None:
-        self._closed = True
-        self._ring()
+        with self._lock:
+            self._closed = True
+            self._ring()
 
     def _ring(self) -> None:
-        with suppress(OSError):  # the thread has ended
+        with self._lock, suppress(OSError, ValueError):  # the thread has ended
             os.eventfd_write(self._bell, 1)
 
     def _send(self, rank: int, word: bytes) -> None:
         try:
             self._members[rank].line.send(word)
-        except BlockingIOError:
-            # Later words may overtake it: each names its exchange.
+        except OSError:
+            # Full, or the kernel lacks memory: it is sent again. Later words may overtake it: each
+            # names its exchange. Where the connection has ended, the thread sees that.
             self._unsent[rank].append(word)
             self._ring()
-        except OSError:  # the thread will see the end of the connection
-            pass
 
     # ---- the thread ----
 
@@ -200,7 +200,9 @@ class _Exchanges:
             while not self._closed:
                 self._turn(selector)
         # Here, and not in `close`: until now this thread has selected on them.
-        os.close(self._bell)
+        with self._lock:
+            os.close(self._bell)
+            self._bell = -1  # the number is another file's from now on
         for member in self._members.values():
             member.line.close()
 
@@ -307,6 +309,7 @@ Gather = Callable[[Tensor, str], Tensor]
 _CARD_BYTES = 512
 _TOKEN_BYTES = 16
 _INTRODUCTION_S = 60.0
+_CONNECT_TIMEOUT = struct.pack("ll", int(_INTRODUCTION_S), 0)  # a C timeval
 _CREDENTIALS = struct.Struct("=iII")
 """The credentials of a peer on a Unix socket: pid, user, group."""
 
@@ -401,7 +404,9 @@ def _connect(
     lines: dict[int, socket.socket] = {}
     for other in range(run.start, rank):
         line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.settimeout(_INTRODUCTION_S)
+        # The kernel waits, as Python's timeout does not, while others fill the queue.
+        line.settimeout(None)
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _CONNECT_TIMEOUT)
         # It listens: every rank did before it sent its card.
         line.connect(bytes.fromhex(cards[other]["listens"]))
         lines[other] = line
