@@ -110,7 +110,8 @@ class SameStep:
             pairs = zip_longest(everybodys[0], others, fillvalue=none)
             for number, (ours, theirs) in enumerate(pairs):
                 for key in sorted(ours.keys() | theirs.keys()):
-                    if (mine := ours.get(key)) != (other := theirs.get(key)):
+                    mine, other = ours.get(key), theirs.get(key)
+                    if json.dumps(mine) != json.dumps(other):  # as they are told: NaN is itself
                         raise ZeroError(_DIFFERS.format(number, key, mine, other, rank))
 
 
