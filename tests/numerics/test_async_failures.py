@@ -30,6 +30,7 @@ from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldError, WorldPool
 from zero_checkpoint import find
+from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.tools.verify import verify
 from zero_contract.worker import ExitCode, Left
 from zero_engine.core.engine import Engine
@@ -37,7 +38,7 @@ from zero_engine.core.engine import Engine
 # ---- failures ----
 
 
-def test_a_full_disk_is_a_warning_of_the_next_step_and_training_ends_as_if_undisturbed(
+def test_a_full_disk_is_a_warning_of_the_next_step_and_an_error_where_no_later_save_was_made(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
     ranks = worlds.run(2, save_on_a_full_disk, str(tmp_path))
@@ -64,7 +65,8 @@ def save_on_a_full_disk(root: str) -> tuple[list[str], str]:
         train(engine, 3)
         assert not engine.wait_for_checkpoint()
         train(engine, ENDS_AT)
-    engine.destroy()
+    with pytest.raises(CheckpointError, match="its last checkpoint, of step 2, found no room"):
+        engine.destroy()
     return lines, engine.weight_hash()
 
 
@@ -86,7 +88,8 @@ def fail_without_room(root: str) -> tuple[bool, list[str]]:
         train(engine, 1)
         begun = engine.save_checkpoint(f"{root}/checkpoints")
         train(engine, 2)
-        engine.destroy()
+        with pytest.raises(CheckpointError, match="its last checkpoint, of step 1, found no room"):
+            engine.destroy()
     return begun, lines
 
 

@@ -28,6 +28,7 @@ from tests.support.saving import ASYNC, ENDS_AT, SAVED_AT, heard, undisturbed
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
+from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.chunks import Copy
 from zero_checkpoint.saving.copiers import Begun, address_of, divide
 from zero_checkpoint.saving.staging import StagingBuffer
@@ -175,7 +176,8 @@ def train_on_when_a_copy_fails(root: str) -> tuple[list[str], str]:
     with heard(logging.WARNING) as lines:
         assert engine.save_checkpoint(root)
         train(engine, ENDS_AT)
-        engine.destroy()
+        with pytest.raises(CheckpointError, match="its last checkpoint, of step 2, was not saved"):
+            engine.destroy()
     return lines, engine.weight_hash()
 
 
