@@ -59,10 +59,17 @@ _REFUSED = (
      "counts padding: leave it out; run.tokens has the tokens that were trained on"),
 )  # fmt: skip
 """An argument of the Trainer, what of it is refused, and the reason with the remedy."""
+_LOADS = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor",
+          "persistent_workers", "multiprocessing_context")  # fmt: skip
+"""How a DataLoader loads its batches, whatever they are."""
 
 
 def protect(
-    trainer: Trainer, *, microbatches: int, config: Mapping[str, Any] | None = None
+    trainer: Trainer,
+    *,
+    microbatches: int,
+    stateful: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Give a Trainer the same bits at every world size, and a resume by itself.
 
@@ -73,6 +80,7 @@ def protect(
         trainer: A Trainer, or one of a class that derives from it.
         microbatches: Those of a global batch, of `per_device_train_batch_size` samples, over all
             ranks.
+        stateful: As for `zero_torch.protect`: what has tensors that no callback's state can hold.
         config: As for `zero_torch.protect`; `elastic.seed` is that of the Trainer by default.
 
     Raises:
@@ -94,6 +102,7 @@ def protect(
     # Derived from the script's class, so that `super()` in a method here is what the script wrote.
     its.__class__ = type(kind.__name__, (_Protected, kind), {})
     its._zero_microbatches = microbatches
+    its._zero_stateful = stateful
     its._zero_config = {**(config or {}), "elastic": elastic}
     its._zero_steps = _Steps(its)
     # First: the others read the loss and the epoch that it notes.
@@ -136,8 +145,7 @@ def whole_groups(loader: DataLoader[Any], generations: int = 1) -> DataLoader[An
         shuffle=sampler.shuffle,
         drop_last=True,  # as TRL: its ranks gather rewards, equally many of each
         collate_fn=_Repeat(loader.collate_fn, times),
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
+        **{name: getattr(loader, name) for name in _LOADS},
     )
 
 
@@ -226,6 +234,7 @@ class _Protected(Trainer):
 
     run: zero_torch.Run
     _zero_microbatches: int
+    _zero_stateful: Mapping[str, Any] | None
     _zero_config: dict[str, Any]
     _zero_steps: _Steps
     _zero_loader: GlobalBatches
@@ -280,6 +289,7 @@ class _Protected(Trainer):
             microbatches=self._zero_microbatches,
             scheduler=self.lr_scheduler,
             scaler=self.accelerator.scaler,
+            stateful=self._zero_stateful,
             config=self._zero_config,
         )
         self._zero_loader.begin = lambda: self.run

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.support.world import WorldPool
 from zero_contract import worker as contract
@@ -39,7 +40,7 @@ def trained(
 ) -> tuple[int, str, list[int]]:
     """The steps of a start, its weights, and what two callbacks of one class have counted.
 
-    The second counts each step twice.
+    The second counts each step twice. Last, the steps in an average of the weights.
     """
     import transformers
     from transformers.trainer_callback import ExportableState
@@ -52,6 +53,8 @@ def trained(
 
         def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
             self.steps += self.by
+            if self.by == 1:
+                average.update_parameters(model)
             if state.global_step == stop:
                 control.should_training_stop = True
 
@@ -62,15 +65,18 @@ def trained(
         output_dir=directory, max_steps=steps, per_device_train_batch_size=2, use_cpu=True,
         report_to=[], disable_tqdm=True, save_steps=1, lr_scheduler_type="constant",
     )  # fmt: skip
+    model = Model()
+    average = AveragedModel(model)
     trainer: Any = transformers.Trainer(
-        Model(), arguments, train_dataset=Rows(), callbacks=[Counts(1), Counts(2)]
+        model, arguments, train_dataset=Rows(), callbacks=[Counts(1), Counts(2)]
     )
-    zero_libraries.transformers.protect(trainer, microbatches=2)
+    zero_libraries.transformers.protect(trainer, microbatches=2, stateful={"average": average})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(contract.ENV_ROUND, str(round))
         trainer.train()
     counts = [c for c in trainer.callback_handler.callbacks if type(c).__name__ == "Counts"]
-    return trainer.state.global_step, trainer.run.weight_hash(), [each.steps for each in counts]
+    counted = [*(each.steps for each in counts), int(average.n_averaged)]
+    return trainer.state.global_step, trainer.run.weight_hash(), counted
 
 
 def test_a_trainer_that_is_started_again_behind_its_last_step_trains_no_further(
@@ -85,7 +91,7 @@ def test_a_callback_of_a_trainer_goes_on_from_its_state(worlds: WorldPool, tmp_p
     pytest.importorskip("transformers")
     worlds.run(1, trained, str(tmp_path), STEPS)
     ((steps, _, counted),) = worlds.run(1, trained, str(tmp_path), STEPS + 2)
-    assert (steps, counted) == (STEPS + 2, [STEPS + 2, 2 * (STEPS + 2)])
+    assert (steps, counted) == (STEPS + 2, [STEPS + 2, 2 * (STEPS + 2), STEPS + 2])
 
 
 def test_a_trainer_that_was_stopped_early_trains_further_in_another_job_alone(

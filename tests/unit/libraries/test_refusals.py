@@ -116,6 +116,14 @@ def test_rewards_of_a_group_are_compared_on_one_rank() -> None:
     whole = whole_groups(loader(4))
     assert [*whole] == [[0, 0, 1, 1], [2, 2, 3, 3]]
     assert whole.drop_last  # ranks gather equally many rewards
+    loads = {
+        "num_workers": 1, "worker_init_fn": print, "prefetch_factor": 3, "timeout": 9.0,
+        "persistent_workers": True, "multiprocessing_context": "spawn",
+    }  # fmt: skip
+    loads_so = whole_groups(DataLoader(range(4), 4, sampler=RepeatSampler(), **loads))  # type: ignore[arg-type]
+    kept = {name: getattr(loads_so, name) for name in loads if name != "multiprocessing_context"}
+    assert kept == {name: loads[name] for name in kept}
+    assert loads_so.multiprocessing_context.get_start_method() == "spawn"
     assert (plain := data()) is whole_groups(plain)
     with pytest.raises(ConfigError, match="a group of completions must be in one micro-batch"):
         whole_groups(loader(3))
