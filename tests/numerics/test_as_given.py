@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import combinations_with_replacement
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.numerics.test_offload import offloading
 from tests.support.models import LENGTH, WIDTH, make_model
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
-from zero_contract.errors import ZeroError
+from zero_contract.errors import ConfigError, ZeroError
 from zero_deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from zero_deepspeed.zero import GatheredParameters
 from zero_engine.core.engine import Engine
+from zero_engine.core.precision import check_apart
 
 
 def norms(engine: Engine) -> list[nn.Parameter]:
@@ -223,15 +225,54 @@ def write_and_step(bf16: bool) -> float:
     return float(safe_get_full_fp32_param(weight).mean())
 
 
-def of_one_memory() -> None:
+def of_one_memory(which: str) -> None:
     model = make_model()
-    model.position = nn.Parameter(model.embed.weight.data[:LENGTH])
+    embed = model.embed.weight.data
+    views = {"rows": embed[:LENGTH], "columns": embed[:, :LENGTH], "transposed": embed.t()}
+    model.position = nn.Parameter(views[which])
     make_engine(config(1), model=model)
 
 
-def test_parameters_that_share_memory_and_are_not_one_are_refused(worlds: WorldPool) -> None:
-    with pytest.raises(WorldError, match=r"position and embed\.weight share memory"):
-        worlds.run(1, of_one_memory)
+@pytest.mark.parametrize("which", ["rows", "columns", "transposed"])
+def test_parameters_that_share_memory_and_are_not_one_are_refused(
+    worlds: WorldPool, which: str
+) -> None:
+    with pytest.raises(WorldError, match=r"(?=.*position)(?=.*embed\.weight).* share memory and"):
+        worlds.run(1, of_one_memory, which)
+
+
+VIEWS: list[Callable[[Tensor], Tensor]] = [
+    lambda base: base,
+    lambda base: base.t(),
+    lambda base: base[:2],
+    lambda base: base[2:],
+    lambda base: base[:, :3],
+    lambda base: base[:, 3:],
+    lambda base: base[::2, 1],
+    lambda base: base[1::2, ::2],
+    lambda base: base[3, 5],
+    lambda base: base.flatten()[::5],
+    lambda base: base[1, 1].expand(3),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), [*combinations_with_replacement(VIEWS, 2)])
+@pytest.mark.parametrize("as_bf16", [False, True])
+def test_parameters_of_one_memory_may_have_different_elements_of_it(
+    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], as_bf16: bool
+) -> None:
+    elements = torch.arange(24).view(4, 6)
+    shared = set(one(elements).flatten().tolist()) & set(other(elements).flatten().tolist())
+    base = torch.zeros(4, 6)
+    # The same bytes, read as twice as many numbers.
+    again = other(base).unsqueeze(-1).view(torch.bfloat16) if as_bf16 else other(base)
+    pair = nn.ParameterList([nn.Parameter(one(base)), nn.Parameter(torch.ones(3))])
+    pair.append(nn.Parameter(again))
+    if shared:
+        with pytest.raises(ConfigError, match="share memory and are two parameters"):
+            check_apart(pair)
+    else:
+        check_apart(pair)
 
 
 def test_a_parameter_that_is_frozen_later_is_told_of_once(worlds: WorldPool) -> None:

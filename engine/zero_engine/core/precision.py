@@ -6,8 +6,8 @@ Gradient sums and the arithmetic of a step are fp32 whatever is chosen here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -86,16 +86,42 @@ def check_apart(model: nn.Module) -> None:
     """
     spans = []
     for name, param in model.named_parameters():
-        if param.numel() and not param.is_meta and param.is_contiguous():
-            spans.append((param.data_ptr(), param.data_ptr() + param.nbytes, name))
-    spans.sort()
-    for (_, end, name), (start, _, other) in pairwise(spans):
-        if start < end:
+        if param.numel() and not param.is_meta:
+            strides = zip(param.shape, param.stride(), strict=True)
+            reach = 1 + sum((size - 1) * stride for size, stride in strides)
+            start = param.data_ptr()
+            spans.append((start, start + reach * param.element_size(), name, param))
+    together: list[tuple[int, str, Tensor]] = []
+    end = 0
+    for start, stop, name, param in sorted(spans, key=itemgetter(0)):
+        if start >= end:
+            _check_elements(together, end)
+            together = []
+        together.append((start, name, param))
+        end = max(end, stop)
+    _check_elements(together, end)
+
+
+def _check_elements(params: Sequence[tuple[int, str, Tensor]], end: int) -> None:
+    """Check that parameters whose memory ends at an address have no byte of it in common."""
+    if len(params) < 2:
+        return
+    # Their memory may interlace, as that of columns does: for each element, whose it is.
+    grain = min(param.element_size() for _, _, param in params)
+    low = params[0][0]
+    holders = torch.zeros((end - low) // grain, dtype=torch.int32, device="cpu")
+    for number, (start, name, param) in enumerate(params):
+        parts = param.element_size() // grain
+        steps = [(n, s * parts) for n, s in zip(param.shape, param.stride(), strict=True) if s]
+        sizes, strides = zip(*steps, (parts, 1), strict=True)
+        held = holders.as_strided(sizes, strides, (start - low) // grain)
+        if other := int(held.max()):
             raise ConfigError(
-                f"{name} and {other} share memory and are two parameters: the engine would give "
-                "each its own, and what is one weight would become two; make them one nn.Parameter "
-                "under both names, or give one of them a clone()"
+                f"{params[other - 1][1]} and {name} share memory and are two parameters: the "
+                "engine would give each its own, and what is one weight would become two; make "
+                "them one nn.Parameter under both names, or give one of them a clone()"
             )
+        held.fill_(number + 1)
 
 
 def prepare_buffers(
