@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.numerics.test_offload import offloading
@@ -281,26 +282,65 @@ def test_a_refusal_after_falling_back_is_no_refusal_of_all(
         assert "save_checkpoint()" in found
 
 
-def save_a_part_and_all(root: str) -> None:
+def save_a_part_and_all(root: str, *wholes: bool) -> None:
     engine = make_engine(config(1))
-    for step in (1, 2):
+    for step, whole in enumerate(wholes, 1):
         train(engine, step)
-        engine.save_checkpoint(root, exclude_frozen_parameters=step == 1)
+        engine.save_checkpoint(root, exclude_frozen_parameters=not whole)
 
 
-def fall_back_to_a_part(root: str) -> None:
+def fall_back_to_a_part(root: str, tag: str) -> None:
     engine = make_engine(config(1), seed=8)
-    for tag in (None, "global_step1"):
-        with pytest.raises(ModelMismatch, match=r"does not have 2 parameters .* blocks\.0\.scale"):
-            engine.load_checkpoint(root, tag)
+    with pytest.raises(DamagedCheckpoint, match=r"does not have 2 tensors .* blocks\.0\.scale"):
+        engine.load_checkpoint(root)
+    with pytest.raises(ModelMismatch, match=r"does not have 2 parameters .* blocks\.0\.scale"):
+        engine.load_checkpoint(root, tag)
+
+
+def fall_back(root: str) -> int:
+    engine = make_engine(config(1), seed=8)
+    engine.load_checkpoint(root)
+    return engine.global_steps
 
 
 def test_what_a_damaged_checkpoint_has_left_in_frozen_parameters_is_not_kept(
     worlds: WorldPool, tmp_path: Path
 ) -> None:
-    worlds.run(WORLD, save_a_part_and_all, str(tmp_path))
-    flip_a_moment(tmp_path)
-    worlds.run(WORLD, fall_back_to_a_part, str(tmp_path))
+    parts, older = tmp_path / "parts", tmp_path / "older"
+    worlds.run(WORLD, save_a_part_and_all, str(parts), False, True)
+    flip_a_moment(parts)
+    worlds.run(WORLD, fall_back_to_a_part, str(parts), "global_step1")
+    worlds.run(WORLD, save_a_part_and_all, str(older), True, False, True)
+    flip_a_moment(older)
+    assert worlds.run(WORLD, fall_back, str(older)) == [1] * WORLD
+
+
+def with_buffer(root: str, has_it: bool, loads: bool) -> None:
+    model = make_model(seed=8)
+    if has_it:
+        model.register_buffer("late", torch.arange(5.0))
+    engine = make_engine(config(1), model=model)
+    if not loads:
+        train(engine, int(has_it))
+        engine.save_checkpoint(root)
+        return
+    for tag, error in ((None, DamagedCheckpoint), ("global_step0", ModelMismatch)):
+        with pytest.raises(error, match="late"):
+            engine.load_checkpoint(root, tag, load_module_strict=False, load_optimizer_states=False)
+
+
+def test_what_a_damaged_checkpoint_has_left_in_a_buffer_is_not_kept(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    """A load that is not strict takes a checkpoint without it."""
+    worlds.run(WORLD, with_buffer, str(tmp_path), False, False)
+    (without,) = find(tmp_path).candidates
+    worlds.run(WORLD, with_buffer, str(tmp_path), True, False)
+    damaged = next(c for c in find(tmp_path).candidates if c.path != without.path)
+    rows, ids = damaged.manifest.fragments, list(damaged.manifest.tensors)
+    row = next(n for n, t in enumerate(rows.tensor) if ids[t].fqn == "late")
+    flip(damaged.path / damaged.manifest.files[rows.file[row]].name, int(rows.offset[row]))
+    worlds.run(WORLD, with_buffer, str(tmp_path), True, True)
 
 
 def interrupt_a_load(root: str, module_only: bool) -> tuple[set[str], int]:

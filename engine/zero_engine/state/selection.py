@@ -86,7 +86,7 @@ def select(
     """The part of a state to fill from a checkpoint.
 
     `weights_only`: without optimizer state; `frozen`: names of parameters that are not trained;
-    `needed`: names of those that have no values.
+    `needed`: names of parameters and buffers that have no values.
 
     Raises:
         ModelMismatch: The checkpoint would leave one without values.
@@ -104,7 +104,7 @@ def select(
         # They were left out when it was saved, see `without_frozen`.
         or (excludes_frozen and t.kind == PARAM and t.fqn in frozen)
     }
-    if lacking := sorted(t.fqn for t in excused if t.kind == PARAM and t.fqn in needed):
+    if lacking := sorted(t.fqn for t in excused if t.fqn in needed):
         raise ModelMismatch(
             f"checkpoint {manifest.tag} does not have {len(lacking)} parameters that have no "
             f"values here, first {lacking[0]}; they were on the meta device, or a load into them "

@@ -12,10 +12,10 @@ from typing import Any
 import torch.distributed as dist
 
 from zero_checkpoint.consensus import StoreConsensus
-from zero_checkpoint.errors import CheckpointError, ModelMismatch
+from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
 from zero_checkpoint.files.place import Place
 from zero_checkpoint.format.manifest import Manifest
-from zero_checkpoint.format.pieces import PARAM, State
+from zero_checkpoint.format.pieces import BUFFER, PARAM, State
 from zero_checkpoint.loading import restore
 from zero_checkpoint.loading.in_memory import MemorySearch
 from zero_checkpoint.loading.restore import Loaded
@@ -72,8 +72,9 @@ class Loading:
         self._moved = moved
         self._before = moved.inconsistent
         self._batch = training.batch
-        # Also of a damaged checkpoint that was tried, before one that leaves some out.
-        self._needed = set(self._before.params if self._before is not None else ())
+        self._awaited = frozenset(self._before.params if self._before is not None else ())
+        # Also what a damaged checkpoint has left: a later load may leave out none of it.
+        self._needed = {*self._awaited}
         self._options = options
         self._tried = 0
         self._under_way: list[tuple[FlatUnit, Pending]] = []
@@ -151,8 +152,15 @@ class Loading:
             self._training.check(manifest)
         # From here on anything may have been read, until a load has ended.
         self._tear("a load was interrupted")
-        self._selection = self._state.wanted(manifest, self._options, self._needed)
-        self._needed.update(t.fqn for t in self._selection.state.tensors if t.kind == PARAM)
+        selection = self._state.wanted(manifest, self._options, self._awaited)
+        # Damage, not a mismatch: one that is older still may have all of them.
+        if lost := sorted(_of_module(self._filled) - _of_module(selection.state)):
+            raise DamagedCheckpoint(
+                f"{manifest.directory} (tag {manifest.tag!r}) does not have {len(lost)} tensors of "
+                f"the module, first {lost[0]}, which hold what a damaged checkpoint has left"
+            )
+        self._selection = selection
+        self._needed |= _of_module(selection.state)
         self._filled = self._selection.state
         if self.takes_position:
             self._filled = self._training.beside(self._filled, manifest)
@@ -175,6 +183,10 @@ class Loading:
         under_way, self._under_way = self._under_way, []
         for unit, pending in under_way:
             unit.end_restore(pending)
+
+
+def _of_module(state: State) -> set[str]:
+    return {t.fqn for t in state.tensors if t.kind in (PARAM, BUFFER)}
 
 
 class EngineTraining:
