@@ -18,7 +18,7 @@ from tests.support.cluster import COLD, agent, descendants, environment, is_aliv
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
 from zero_agent.workers.exits import read_error_file
-from zero_agent.workers.forkserver import PACKET_BYTES
+from zero_agent.workers.forkserver import KILL_TIMEOUT_S, PACKET_BYTES
 from zero_agent.workers.forkserver_client import ANSWER_S, ForkserverClient, _Outbox
 from zero_agent.workers.output.tap import FILES, Tap, Terminal
 from zero_agent.workers.worker_main import Program
@@ -161,6 +161,11 @@ def test_a_script_gets_arguments_of_any_length(forking, tmp_path):
             True,
         ),
         ("exec('a b')", "SyntaxError: invalid syntax", True),
+        (
+            "class Mute(Exception):\n    def __str__(self): return self.no\nraise Mute",
+            "Mute: <exception str() failed>",
+            False,
+        ),
         (
             "from zero_contract.errors import ConfigError\nraise ConfigError('x: unknown')",
             "ConfigError: x: unknown",
@@ -409,6 +414,31 @@ def test_no_process_of_a_worker_outlives_its_agent(tmp_path, victim):
     finally:
         kill_all(filter(is_alive, [agent.pid, *descendants(agent.pid), *pids]))
         agent.wait()
+
+
+WITH_ROOTS_CHILD = """
+import os, socket, subprocess, sys, threading
+from zero_agent.workers.forkserver import Forkserver
+left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)  # as sudo would be
+print(left.pid, flush=True)
+os.setuid(65534)
+agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+forkserver = Forkserver(own)
+forkserver._pids[7], forkserver._ids[left.pid] = left.pid, 7
+agent.send(b'{"op": "signal", "id": 7, "signal": 15}')
+threading.Thread(target=lambda: (agent.recv(99), agent.recv(99), agent.close())).start()
+forkserver.serve()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be several users")
+def test_a_process_of_another_user_neither_ends_the_forkserver_nor_keeps_it():
+    command = [sys.executable, "-c", WITH_ROOTS_CHILD]
+    ended = subprocess.run(
+        command, stdout=subprocess.PIPE, timeout=KILL_TIMEOUT_S + 60, check=False
+    )
+    os.kill(int(ended.stdout), signal.SIGKILL)
+    assert ended.returncode == 0
 
 
 def test_a_forkserver_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its_time(tmp_path):

@@ -57,6 +57,10 @@ PACKET_BYTES = 1 << 17
 LONG_ORDER = b"in the file"
 STOP_FORKSERVER = b'{"op": "stop"}'
 KILL_TIMEOUT_S = 5.0
+ENDS_S = 0.01
+"""Interval at which it looks which of the killed processes have ended."""
+_LET_BE = (ProcessLookupError, PermissionError)
+"""Signalling a process that is gone, or another user's: a worker may have started `sudo`."""
 WAITING = 4096
 """Backlog of a round's TCPStore: how many workers may connect before it serves."""
 TIMERS_S = 0.1
@@ -111,8 +115,9 @@ class Forkserver:
                     # adopted, and killed next.
                     deadline = time.monotonic() + KILL_TIMEOUT_S
                     while self._kill_children() and time.monotonic() < deadline:
-                        with suppress(ChildProcessError):
-                            os.waitpid(-1, 0)
+                        # Some never end: of another user, or in a call of a dead file system.
+                        self._reap()
+                        time.sleep(ENDS_S)
                     return None
                 if data == LONG_ORDER:
                     with open(fds.pop(0), "rb") as file:
@@ -130,8 +135,9 @@ class Forkserver:
             if (pid := self._pids.get(order["id"])) is not None:
                 try:
                     os.killpg(pid, order["signal"])
-                except ProcessLookupError:
-                    os.kill(pid, order["signal"])  # just forked: it has no process group yet
+                except _LET_BE:
+                    with suppress(*_LET_BE):
+                        os.kill(pid, order["signal"])  # just forked: it has no process group yet
             return None
         # A stop takes the word back: the agent lives, and nobody is to learn of its death.
         if order["op"] in {"word", "stop"}:
@@ -199,7 +205,7 @@ class Forkserver:
             pid = ended.si_pid
             if pid in self._ids:
                 # Before the report of its end: what it left in its group may hold a GPU's memory.
-                with suppress(ProcessLookupError):
+                with suppress(*_LET_BE):
                     os.killpg(pid, signal.SIGKILL)
             _, status = os.waitpid(pid, 0)
             worker = self._ids.pop(pid, None)
@@ -215,7 +221,7 @@ class Forkserver:
     def _kill_children(self, spared: Collection[int] = ()) -> list[int]:
         pids = [pid for pid in children(os.getpid()) if pid not in spared]
         for pid in pids:
-            with suppress(ProcessLookupError):
+            with suppress(*_LET_BE):
                 os.kill(pid, signal.SIGKILL)
         return pids
 

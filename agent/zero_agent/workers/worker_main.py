@@ -179,8 +179,13 @@ def write_error_file(error: Exception) -> None:
     text = "".join(traceback.format_exception(error.with_traceback(_users_frames(error))))
     if ENV_ERROR_FILE not in os.environ:
         sys.stderr.write(text)
-    message, permanent = f"{type(error).__name__}: {error}", isinstance(error, PERMANENT)
-    write_error(message, text, permanent=permanent)
+    # As the last line of a traceback has it: an exception may not say what it is.
+    try:
+        said = str(error)
+    except Exception:
+        said = "<exception str() failed>"
+    permanent = isinstance(error, PERMANENT)
+    write_error(f"{type(error).__name__}: {said}", text, permanent=permanent)
 
 
 def write_error(message: str, text: str = "", *, permanent: bool = False) -> None:
