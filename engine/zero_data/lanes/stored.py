@@ -60,7 +60,9 @@ def _plain(value: object) -> Any:  # noqa: PLR0911 - a table of types
             return _packed(_TENSOR, [name, list(value.shape), flat.numpy().tobytes()])
         case np.ndarray() | np.generic() if not value.dtype.hasobject:
             kind = _ARRAY if isinstance(value, np.ndarray) else _NUMBER
-            return _packed(kind, [value.dtype.str, list(value.shape), value.tobytes()])
+            # `str` of a structured one has its size alone.
+            kind_of_value = value.dtype.str if value.dtype.names is None else value.dtype.descr
+            return _packed(kind, [_plain(kind_of_value), list(value.shape), value.tobytes()])
         case _:
             pass
     raise ConfigError(
@@ -81,7 +83,7 @@ def _packed(kind: int, parts: list[Any]) -> msgspec.msgpack.Ext:
 
 def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
     dtype, shape, data = parts
-    return np.frombuffer(bytearray(data), dtype=np.dtype(dtype)).reshape(shape)
+    return np.frombuffer(bytearray(data), dtype=np.lib.format.descr_to_dtype(dtype)).reshape(shape)
 
 
 def _tensor(parts: list[Any]) -> torch.Tensor:

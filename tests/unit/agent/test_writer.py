@@ -14,7 +14,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_agent.workers.output import tap as output
-from zero_agent.workers.output.tap import Tap, Terminal
+from zero_agent.workers.output.tap import Tap, Terminal, _as_json
 from zero_contract import journal, writer
 from zero_contract.hub import Hub
 from zero_contract.journal import Journal
@@ -171,3 +171,9 @@ def test_a_file_of_events_is_bounded_and_keeps_the_newest(tmp_path, monkeypatch)
     texts = [json.loads(line)["text"] for line in kept.splitlines()]
     assert texts == [f"event {number}" for number in range(60 - len(texts), 60)]
     assert 1000 <= len(kept) < 2200
+
+
+def test_a_line_in_json_is_cut_where_a_terminal_ends_it_alone():
+    texts = ["a\u2028b\x85c", "d\x0ce\x1cf", "", "g"]
+    lines = _as_json({}, "\n".join(texts).encode()).splitlines()
+    assert [json.loads(line)["text"] for line in lines] == texts

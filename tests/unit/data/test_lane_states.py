@@ -34,6 +34,8 @@ ARRAYS = st.one_of(
             np.float64(0.1),
             np.int8(-3),
             np.array(["a", "bc"]),
+            np.ones(3, [("at", "<i4"), ("to", "<f8", (2,)), ("in", [("a", "u1"), ("b", "S3")])]),
+            np.ones(2, np.dtype([("at", "i1"), ("to", "<f8")], align=True))[0],
         ]
     ),
     st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64]).map(

@@ -215,7 +215,8 @@ class Changed:
 def _as_json(facts: Mapping[str, Any], data: bytes) -> bytes:
     """Each line as a JSON object."""
     facts = {"time": round(time.time(), 3), **facts}
-    lines = data.decode(errors="replace").splitlines()
+    # A text would be cut at U+2028 and a form feed as well.
+    lines = (line.decode(errors="replace") for line in data.splitlines())
     return "".join(json.dumps({**facts, "text": line}) + "\n" for line in lines).encode()
 
 
