@@ -61,7 +61,7 @@ FAULTS = {
         "test_a_full_disk_is_named_and_leaves_the_previous_checkpoint",
         "test_a_failed_operation_fails_every_rank_and_leaves_nothing",
         "test_a_write_error_of_the_system_is_told_to_every_rank",
-        "test_a_full_disk_is_a_warning_of_the_next_step_and_training_ends_as_if_undisturbed",
+        "test_a_full_disk_is_a_warning_of_the_next_step_and_an_error_where_no_later_save_was_made",
         "test_a_save_that_finds_no_room_costs_a_warning_and_the_script_goes_on_and_saves_later",
         "test_the_last_save_of_a_script_waits_for_room_and_without_it_the_script_fails",
         "test_a_disk_that_fails_for_a_while_costs_the_saves_of_that_while",

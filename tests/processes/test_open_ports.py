@@ -93,7 +93,7 @@ TABLE = {
     "workers of one host, while they meet": (
         "nothing: a worker hangs up on every process that is no rank of its job",
         "tests/unit/agent/test_same_host_peers.py"
-        "::test_a_stranger_who_connects_while_ranks_meet_is_hung_up_on_and_they_meet",
+        "::test_strangers_who_connect_while_ranks_meet_are_hung_up_on_and_they_meet",
     ),
 }
 """The beginning of a row, what a stranger gets, and the test that tries it."""

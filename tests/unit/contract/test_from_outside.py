@@ -44,7 +44,7 @@ from zero_contract.errors import ConfigError
 from zero_contract.handshake import WireError
 from zero_contract.worker import ContractError
 from zero_engine.config import load_config
-from zero_orchestrator.ctl import event_files
+from zero_orchestrator.ctl import event_files, logs_command
 from zero_orchestrator.ctl.page.picture import Records, picture, without_steps
 from zero_orchestrator.ctl.views import event_line
 from zero_orchestrator.errors import SpecError, SpecMismatch
@@ -63,7 +63,7 @@ from zero_orchestrator.membership.job_state import (
 )
 from zero_orchestrator.membership.records import LARGEST_BYTES
 from zero_orchestrator.membership.spec import JobSpec
-from zero_orchestrator.observe import events, history, pace, queries, timeline, verdicts
+from zero_orchestrator.observe import events, history, pace, queries, stacks, timeline, verdicts
 from zero_orchestrator.observe.events import Event
 from zero_orchestrator.observe.recovery_trace import trace
 from zero_orchestrator.observe.status import JobStatus
@@ -210,6 +210,34 @@ FORMATS: dict[str, Format] = {
         [encode(queries.Answer(node="a", number=1, record={"host": "h"}))],
         lambda text: b85encode(zlib.compress(text.encode(errors="surrogatepass"))),
     ),
+    "stacks": Format(
+        lambda data: list(stacks.from_answer("a", json.loads(data))),
+        (ValueError, RecursionError),
+        [json.dumps({"host": "h", "ranks": [{"rank": 0, "pid": 7, "text": "", "spy": "[]"}]})],
+    ),
+    "output": Format(
+        lambda data: decode(logs_command._Output, json.loads(data), "an answer"),
+        (MalformedError, ValueError, RecursionError),
+        [
+            json.dumps(
+                {
+                    "agent": "1",
+                    "number": 2,
+                    "lost": False,
+                    "chunks": [
+                        {
+                            "number": 2,
+                            "time": 1.5,
+                            "round": 1,
+                            "rank": 0,
+                            "stream": "stdout",
+                            "text": "x",
+                        }
+                    ],
+                }
+            )
+        ],
+    ),
     "progress": Format(
         item(
             lambda one: [
@@ -275,6 +303,8 @@ INSIDE = {
     "events": {"_Told"},
     "config": {"Config"},
     "vote": {"_Envelope"},
+    "stacks": {"_Answer"},
+    "output": {"_Output"},
     "settings of protect": {"Settings"},
 }
 """Format -> the types that its reader passes to the decoder, where their names differ."""
