@@ -20,6 +20,7 @@ from enum import StrEnum
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from zero_contract.errors import ConfigError, PeerLost
@@ -122,17 +123,27 @@ class Interrupt:
         self.changed = threading.Condition()
         self.reason = ""
         """The reason; empty as long as there is no request."""
-        self.fills = False
-        """Whether an exchange that loses a peer ends well, as all after it do, with zeros for what
-        has not come: for a step that will have no effect."""
+        self.fills_forward = False
+        """Whether `fills` holds: a forward runs."""
+        self.fills_backward = False
+        """Whether `fills` holds within a backward; one that has failed leaves this on."""
         self.lost: PeerLost | None = None
         """How the step under way lost a peer, if this process goes on all the same."""
 
+    @property
+    def fills(self) -> bool:
+        """Whether an exchange that loses a peer ends well, as all after it do, with zeros.
+
+        They stand for what has not come, in a step that will have no effect.
+        """
+        backward = self.fills_backward and torch._C._current_graph_task_id() != -1
+        return self.fills_forward or backward
+
     def covers(self, error: PeerLost) -> bool:
         """Whether exchanges go on in spite of this loss; then it is noted."""
-        if self.fills:
+        if fills := self.fills:
             self.lost = self.lost or error
-        return self.fills
+        return fills
 
     def request(self, reason: str) -> None:
         """End every wait, now and later."""

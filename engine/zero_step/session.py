@@ -440,12 +440,15 @@ def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
         SystemExit: A peer is lost, and the process cannot go on; see `exit_on_peer_loss`.
         PeerLost: A peer is lost, and there is no agent.
     """
-    if session._link.outlives:  # within another
+    link = session._link
+    # Within another; or the script's backward runs a forward again, and goes on behind it.
+    if link.outlives or (goes_on and link.interrupt.fills):
         yield
         return
-    link, why_not = session._link, session._why_not_survive()
+    why_not = session._why_not_survive()
     with exit_on_peer_loss(link):
-        link.interrupt.fills, link.outlives = goes_on and not why_not, not (goes_on or why_not)
+        link.interrupt.fills_forward, link.interrupt.fills_backward = goes_on and not why_not, False
+        link.outlives = not (goes_on or why_not)
         link.why_anew = (why_not or "it cannot go on") if session.staying is not None else ""
         try:
             yield
@@ -454,21 +457,20 @@ def outlived(session: Session, *, goes_on: bool = False) -> Iterator[None]:
                 raise
             link.interrupt.lost = error
         finally:
-            link.interrupt.fills = link.outlives = False
+            link.interrupt.fills_forward = link.outlives = False
         link.why_anew = ""  # not in `finally`: the exit because of a loss logs it
 
 
 def fill_in(session: Session, runs: bool) -> None:
     """Have a backward that the script runs go on with zeros if it loses a peer, as a forward does.
 
-    `runs`: whether one does; one that fails leaves this on until the next `outlived`. Within
-    `outlived` this does nothing.
+    `runs`: whether one does. Within `outlived` this does nothing.
     """
     if session._link.outlives:
         return
     # Autograd passes on what its hooks raise: the script would see the loss.
     link, why_not = session._link, session._why_not_survive() if runs else ""
-    link.interrupt.fills = runs and not why_not
+    link.interrupt.fills_backward = runs and not why_not
     told = runs and session.staying is not None
     link.why_anew = (why_not or "it cannot go on") if told else ""
 

@@ -10,9 +10,10 @@ for the device.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -41,6 +42,8 @@ class Pending:
     what: str
     works: tuple[Work, ...] = ()
     buffers: tuple[Tensor, ...] = ()
+    arriving: tuple[Tensor, ...] = ()
+    """What is received, of the buffers."""
     turn: int = 0
     """The number of earlier exchanges of this name."""
     group: Collectives | None = None
@@ -271,6 +274,7 @@ class Collectives:
             # A step that will have no effect ends without its peer.
             if not interrupt.covers(error):
                 raise
+            _fill(pending.arriving)
 
     def _look(self, pending: Pending) -> None:
         if circle := self.detector.look(pending.what, pending.turn):
@@ -283,20 +287,22 @@ class Collectives:
         self,
         kind: str,
         what: str,
-        buffers: tuple[Tensor, ...],
+        sent: Iterable[Tensor],
+        arriving: Iterable[Tensor],
         sent_bytes: int,
         start: Callable[[Transport, int], list[Work]],
     ) -> Pending:
         """Begin an exchange of these buffers, on one device; without any, nothing travels.
 
-        `start`: from the transport, and how many of this name came before, to what is under way.
+        `sent`: what arrives may be a part of it. `start`: from the transport, and how many of this
+        name came before, to what is under way.
         """
-        interrupt = self._waiter.interrupt
+        interrupt, arriving = self._waiter.interrupt, tuple(arriving)
         # The step will have no effect: nothing travels any more, and zeros come.
-        if interrupt.fills and interrupt.lost is not None:
-            for buffer in buffers:
-                buffer.zero_()
+        if interrupt.lost is not None and interrupt.fills:
+            _fill(arriving)
             return Pending(what)
+        buffers = (*sent, *arriving)
         transport = self.transports.of(buffers[0].device) if buffers else None
         works: list[Work] = []
         # Where exchanges are matched by their order alone, the ranks compare it.
@@ -313,7 +319,9 @@ class Collectives:
                 works = transport.watch(works, self._waiter)
         turn = self.detector.begin(what)
         WAITS.begin(what)
-        return Pending(what, tuple(works), buffers, turn, self, transport, kind, sent_bytes)
+        return Pending(
+            what, tuple(works), buffers, arriving, turn, self, transport, kind, sent_bytes
+        )
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's shard of `full` [world * n]: a view [n]."""
@@ -344,7 +352,7 @@ class Collectives:
         def start(transport: Transport, turn: int) -> list[Work]:
             return transport.scatter(out, into, what, turn)
 
-        return self._begin("gradients", what, (microbatches, received), sent_bytes, start)
+        return self._begin("gradients", what, [microbatches], [received], sent_bytes, start)
 
     def in_microbatch_order(self, microbatches: Tensor, received: Tensor) -> list[Tensor]:
         """This rank's shard of the gradients of rank 0, rank 1, ...: views [n]."""
@@ -363,7 +371,9 @@ class Collectives:
             def start(transport: Transport, _turn: int) -> list[Work]:
                 return transport.gather_in_parts(full, self._waiter)
 
-            return self._begin("gather", what, (full,), self._count("gather", full), start)
+            start_own, stop_own = self.interval(full.numel(), self.rank)
+            others = full[:start_own], full[stop_own:]
+            return self._begin("gather", what, [full], others, self._count("gather", full), start)
         if transport.crosses_once:
             return self._gather(full, self._by_rank(full), what)
         # In pairs, a shard would go to every rank of another node: one gets it, and passes it on.
@@ -426,11 +436,11 @@ class Collectives:
             def begin() -> list[Work]:
                 return transport.exchange(held, wanted, what, turn)
 
-            used = (*buffers, *held.values(), *wanted.values())
+            used = (*mine, *arriving, *held.values())
             return transport.then(begin, pass_on, self._waiter, used)
 
-        buffers = tuple(each for sequence in inside.values() for each in sequence)
-        return self._begin("gather", what, buffers, sent_bytes, start)
+        arriving = [*wanted.values(), *itertools.chain.from_iterable(inside[r] for r in others)]
+        return self._begin("gather", what, mine, arriving, sent_bytes, start)
 
     def _gather(self, full: Tensor, rows: Sequence[Tensor], what: str) -> Pending:
         """Fill `rows`, by rank, the views that `full` is divided into."""
@@ -439,8 +449,9 @@ class Collectives:
             return transport.gather(full, rows, what, turn)
 
         if self.world == 1:
-            return self._begin("", what, (), 0, start)
-        return self._begin("gather", what, (full,), self._count("gather", full), start)
+            return self._begin("", what, (), (), 0, start)
+        others = [row for rank, row in enumerate(rows) if rank != self.rank]
+        return self._begin("gather", what, [full], others, self._count("gather", full), start)
 
     def exchange_pieces(
         self, held: Mapping[int, Tensor], wanted: Mapping[int, Tensor], what: str
@@ -461,7 +472,7 @@ class Collectives:
         def start(transport: Transport, turn: int) -> list[Work]:
             return transport.exchange(held, wanted, what, turn)
 
-        return self._begin("pieces", what, (*wanted.values(), *held.values()), sent_bytes, start)
+        return self._begin("pieces", what, held.values(), wanted.values(), sent_bytes, start)
 
     def reduce_scatter(self, full: Tensor, own: Tensor, what: str) -> Pending:
         """Sum `full` [world * n] over all ranks in the backend's order; `own` [n] gets the shard.
@@ -474,7 +485,7 @@ class Collectives:
         def start(transport: Transport, _turn: int) -> list[Work]:
             return transport.reduce_scatter(full, own)
 
-        return self._begin("reduce", what, (full, own), sent_bytes, start)
+        return self._begin("reduce", what, [full], [own], sent_bytes, start)
 
     def all_reduce(self, full: Tensor, what: str) -> Pending:
         """Sum `full` over all ranks in place; like `reduce_scatter`, but every rank gets it all."""
@@ -484,7 +495,7 @@ class Collectives:
         def start(transport: Transport, _turn: int) -> list[Work]:
             return transport.all_reduce(full)
 
-        return self._begin("reduce", what, (full,), sent_bytes, start)
+        return self._begin("reduce", what, (), [full], sent_bytes, start)
 
     def broadcast(self, tensor: Tensor, what: str, source: int = 0) -> None:
         """Copy `tensor` from rank `source` to all ranks, and wait for it."""
@@ -497,7 +508,8 @@ class Collectives:
         def start(transport: Transport, _turn: int) -> list[Work]:
             return transport.broadcast(tensor, source)
 
-        wait(self._begin("broadcast", what, (tensor,), sent_bytes, start))
+        sent, arriving = ([tensor], []) if self.rank == source else ([], [tensor])
+        wait(self._begin("broadcast", what, sent, arriving, sent_bytes, start))
 
     def barrier(self, what: str) -> None:
         """Return when every rank has called this."""
@@ -508,6 +520,12 @@ class Collectives:
         sent_bytes = full.nbytes // self.world * (self.world - 1)
         self.bytes_sent[kind] += sent_bytes
         return sent_bytes
+
+
+def _fill(arriving: Iterable[Tensor]) -> None:
+    # What is sent stays: it may be weights, of which a copy is under way to a checkpoint.
+    for buffer in arriving:
+        buffer.zero_()
 
 
 def node_exchanges(

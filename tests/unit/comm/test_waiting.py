@@ -9,6 +9,7 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.waiting import wait_for
@@ -62,6 +63,22 @@ def test_an_interrupt_ends_a_wait_under_way_and_every_later_one() -> None:
     assert not waiter.wait(works(Exchange()), nothing)
     assert interrupt.reason == "lost node b"
     assert not waiter.wait(works(Exchange()), nothing)
+
+
+def test_a_backward_that_has_failed_covers_no_loss_behind_it() -> None:
+    """What is exchanged then may be a checkpoint, or an evaluation."""
+    interrupt, weight = Interrupt(), torch.ones(1, requires_grad=True)
+    error, covered = PeerLost("gone"), list[bool]()
+
+    def fail(_: torch.Tensor) -> None:
+        covered.append(interrupt.covers(error))
+        raise RuntimeError("out of memory")
+
+    weight.register_hook(fail)
+    interrupt.fills_backward = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        weight.sum().backward()
+    assert [*covered, interrupt.covers(error)] == [True, False]
 
 
 @pytest.mark.parametrize("at_once", [True, False])
