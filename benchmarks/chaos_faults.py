@@ -196,6 +196,17 @@ def _kill_leader(cluster: ChaosCluster, fault: Fault) -> Undo:
     return _kill_members(cluster, [leader])
 
 
+def _power_off_leader(cluster: ChaosCluster, fault: Fault) -> Undo:
+    """A node loses power, and a member of etcd on the same host with it."""
+    start, on = _kill_leader(cluster, fault), _power_off(cluster, fault)
+
+    def again() -> None:
+        start()
+        on()
+
+    return again
+
+
 def _lose_quorum(cluster: ChaosCluster, fault: Fault) -> Undo:
     return _kill_members(cluster, [name for name in MEMBERS if name != MEMBERS[fault.draw % 3]])
 
@@ -317,12 +328,17 @@ LOOK_S = TURNS * TURN_S
 """How long a look at a link that does not answer takes."""
 ON, NODE, LINK = Subject.JOB_ON_NODE, Subject.NODE, Subject.LINK
 ETCD, DISK, JOB = Subject.ETCD, Subject.DISK, Subject.JOB
+ELECTION_S = 2.0
+"""Without its leader etcd answers nobody for about so long, nor does it end leases meanwhile."""
 
 FAULTS: dict[str, Row] = {
     "a worker is killed": Row(Kind(ON, weight=4), _kill_worker),
     "an agent is killed": Row(Kind(ON, (2, 6), weight=2), _kill_agent),
     "a node is killed": Row(Kind(NODE, (3, 10), weight=2), _kill_node),
     "a node loses power": Row(Kind(NODE, (5, 12), unknown_s=LEASE_S), _power_off),
+    "a host loses power, with etcd's leader": Row(
+        Kind(Subject.HOST, (5, 12), unknown_s=LEASE_S + ELECTION_S), _power_off_leader
+    ),
     "a job loses all nodes and its memory": Row(Kind(JOB, (1, 3)), _kill_job),
     "a worker stands still": Row(Kind(ON, (0.5, 2), free=True), _freeze_worker),
     "a worker hangs": Row(Kind(ON, (25, 30), unknown_s=HANG_S), _freeze_worker),

@@ -27,6 +27,7 @@ class Subject(StrEnum):
     JOB_ON_NODE = "a job on a node"
     NODE = "a node"
     LINK = "two nodes"
+    HOST = "a node and a member of etcd"
     ETCD = "etcd"
     DISK = "the disk"
     JOB = "a job"
@@ -67,6 +68,8 @@ class Fault:
         lasts = f" for {self.for_s:g} s" if self.for_s else ""
         return f"{self.at_s:7.1f}  {self.kind}{': ' if where else ''}{where}{lasts}"
 
+
+_ON_NODES = frozenset({Subject.JOB_ON_NODE, Subject.NODE, Subject.LINK, Subject.HOST})
 
 REST_S = 5.0
 """A subject is left alone for so long after a fault."""
@@ -124,7 +127,7 @@ def _draw(
         at_s,
         name,
         job=job if subject in {Subject.JOB_ON_NODE, Subject.JOB} else "",
-        node=node if subject in {Subject.JOB_ON_NODE, Subject.NODE, Subject.LINK} else "",
+        node=node if subject in _ON_NODES else "",
         other=other if subject is Subject.LINK else "",
         for_s=for_s,
         draw=draw,
@@ -138,6 +141,8 @@ def _subjects(fault: Fault, kind: Kind) -> Sequence[str]:
     match kind.subject:
         case Subject.JOB_ON_NODE | Subject.NODE:
             return (fault.node,)
+        case Subject.HOST:
+            return (fault.node, Subject.ETCD)
         case Subject.LINK:
             return (fault.node, fault.other)
         case subject:
