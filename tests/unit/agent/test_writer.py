@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
 from zero_agent.workers.output import tap as output
-from zero_agent.workers.output.tap import Tap, Terminal, _as_json
+from zero_agent.workers.output.tap import File, Tap, Terminal, _as_json
 from zero_contract import journal, writer
 from zero_contract.hub import Hub
 from zero_contract.journal import Journal
@@ -171,6 +172,24 @@ def test_a_file_of_events_is_bounded_and_keeps_the_newest(tmp_path, monkeypatch)
     texts = [json.loads(line)["text"] for line in kept.splitlines()]
     assert texts == [f"event {number}" for number in range(60 - len(texts), 60)]
     assert 1000 <= len(kept) < 2200
+
+
+ROOM_BYTES = 1 << 20
+
+
+def test_of_output_that_a_disk_takes_in_part_the_rest_is_written_or_said_to_be_missing(
+    tmp_path, caplog
+):
+    path, limits = tmp_path / "stdout.log", resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = File(path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, limits[1]))
+    try:
+        file.write(b"x" * (ROOM_BYTES + 1))
+        assert file.writer.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == ROOM_BYTES
+    assert caplog.messages == [f"the output in {path} ends here: [Errno 27] File too large"]
 
 
 def test_a_line_in_json_is_cut_where_a_terminal_ends_it_alone():

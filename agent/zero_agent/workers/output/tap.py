@@ -130,7 +130,8 @@ class File(_Behind):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
                 self._size_bytes = self._file.tell()
-            self._file.write(data)
+            while data:  # a disk that fills up takes a part, which the number alone tells
+                data = data[self._file.write(data) :]
             # With what others have appended: the position is the end of the file.
             self._size_bytes = self._file.tell()
         except OSError as error:
