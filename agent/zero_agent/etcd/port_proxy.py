@@ -36,12 +36,13 @@ class PortProxy:
         self.address = address
         self._etcd, self._store = etcd, ""
         self._loop = asyncio.new_event_loop()
-        started = threading.Event()
+        # On this thread: whoever makes this object gets the error of a listener that cannot serve.
+        serving = (asyncio.start_server(self._connected, sock=sock) for sock in listeners)
+        self._loop.run_until_complete(_all(*serving))
         self._thread = threading.Thread(
-            target=self._run, args=(listeners, started), name="zero-proxy", daemon=True
+            target=self._run, args=(listeners,), name="zero-proxy", daemon=True
         )
         self._thread.start()
-        started.wait()
 
     def show_store(self, port: int) -> str:
         """Forward workers to the TCPStore at a local port; returns the address for workers."""
@@ -53,13 +54,8 @@ class PortProxy:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
-    def _run(self, listeners: Sequence[socket.socket], started: threading.Event) -> None:
-        loop = self._loop
-        asyncio.set_event_loop(loop)
-        serving = (asyncio.start_server(self._connected, sock=sock) for sock in listeners)
-        loop.run_until_complete(_all(*serving))
-        started.set()
-        loop.run_forever()
+    def _run(self, listeners: Sequence[socket.socket]) -> None:
+        (loop := self._loop).run_forever()
         for sock in listeners:
             sock.close()
         loop.run_until_complete(_hang_up(asyncio.all_tasks(loop)))

@@ -7,10 +7,13 @@ the agents of the other members (`node.ring`), and reports what it finds; the ro
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from zero_agent.loop.node_workers import NodeWorkers, Post
+from zero_agent.node.beside import beside
 from zero_agent.node.ring import AnotherProcess, Ring
 from zero_agent.node.state import LOST_PEER, Workers
 from zero_contract.clock import Clock
@@ -19,11 +22,15 @@ from zero_orchestrator.membership.dead_links import DeadLink
 from zero_orchestrator.membership.job_state import Node, Snapshot, State
 from zero_orchestrator.membership.rendezvous import Rendezvous
 
+log = logging.getLogger("zero")
+
 TURNS = 3
 """Attempts of a look to reach a node, which overlap. A single one may fail for a moment's
 congestion, and a dead link may cost a restart; a silent node has as long, in its lease."""
 TURN_S = 1.0
 """From one attempt to the next, as a kernel sends its first packet again."""
+LONGEST_LOOK_S = 60.0
+"""Each attempt has a deadline of seconds; of one that has not ended by then nothing is known."""
 REFUSALS = 2
 """So many attempts are enough if each has ended with an error."""
 LOOKS = 2
@@ -83,7 +90,7 @@ def reach_by(ring: Ring) -> Reach:
                     ends[node].append(None)
                     threading.Thread(target=attempt, args=(node, turn), daemon=True).start()
                 ended.wait_for(known, TURN_S)
-            ended.wait_for(known)  # each attempt has a deadline
+            ended.wait_for(known, LONGEST_LOOK_S)
             return [
                 DeadLink(to=node.id, why=why) for node, of in ends.items() if (why := verdict(of))
             ]
@@ -142,15 +149,18 @@ class LinkWatch:
         if self._looking or self._clock.now() < self._due_s:
             return
         self._looking = True
-        found = self._post(self._found)
-        number = self._number
+        found = partial(self._post(self._found), self._number)
         # On a thread: a connection attempt takes seconds where packets are dropped.
-        threading.Thread(target=lambda: found(number, self._reach(nodes)), daemon=True).start()
+        beside(lambda: self._reach(nodes), found, "links")
 
-    def _found(self, number: int, dead: Sequence[DeadLink]) -> None:
+    def _found(self, number: int, dead: Sequence[DeadLink] | Exception) -> None:
         if number != self._number:  # a look at nodes of which nobody asks any more
             return
         self._looking = False
+        if isinstance(dead, Exception):
+            log.warning("the links to other nodes cannot be looked at: %s", dead)
+            self._due_s = self._clock.now() + LONGEST_PAUSE_S
+            return
         self.dead = tuple(sorted(dead, key=lambda link: link.to))
         self.in_a_row = 0 if dead else self.in_a_row + 1
         self._pause_s = PAUSE_S if dead else min(self._pause_s * self._growth, LONGEST_PAUSE_S)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO
 
 from zero_agent.errors import AgentFailed
+from zero_agent.node.beside import beside
 from zero_agent.node.process_control import dying_with_parent
 from zero_contract.clock import Clock, Stopwatch
 from zero_contract.exit_codes import AgentExit
@@ -419,11 +420,7 @@ class HealthChecks:
         if not self.checking:
             self.checking = True
             self._paused.stop()
-            threading.Thread(
-                target=lambda: self._done(complaint(examine(self._node))),
-                name="health checks",
-                daemon=True,
-            ).start()
+            beside(lambda: complaint(examine(self._node)), self._done, "health checks")
 
     def check_limit(self, *, needed: bool) -> None:
         """Examine an unhealthy node again when it is time; it may wait only if it is needed.
@@ -438,8 +435,8 @@ class HealthChecks:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self.examine()
 
-    def _examined(self, why: str) -> None:
-        self.checking = False
+    def _examined(self, answer: str | Exception) -> None:
+        self.checking, why = False, str(answer)  # a node that cannot be examined is unhealthy
         if bool(why) != bool(self.complaint):  # amounts in a complaint change all the time
             self.complaint = why
             text = f"this node is unhealthy: {why}" if why else "this node is healthy again"

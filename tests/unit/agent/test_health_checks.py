@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.manual_clock import ManualClock
 from tests.support.waiting import wait_for
 from zero_agent.command import resolve
 from zero_agent.errors import AgentFailed
@@ -23,12 +25,14 @@ from zero_agent.node.health_checks import (
     CHECKS,
     Check,
     HealthCheckFailed,
+    HealthChecks,
     Surroundings,
     complaint,
     examine,
 )
 from zero_contract import kernel
 from zero_contract.exit_codes import AgentExit
+from zero_contract.journal import Journal
 
 NODE = Surroundings(slots=1, gpus=False, address="127.0.0.1")
 
@@ -214,6 +218,36 @@ def test_a_check_that_never_returns_is_a_finding_and_no_hang(monkeypatch):
 def test_a_check_that_breaks_is_a_finding_of_its_own(monkeypatch):
     monkeypatch.setattr(health_checks, "CHECKS", {"odd": Check(look=lambda node: os.fspath(1))})
     assert str(found(NODE)["odd"]).startswith("odd: expected str")
+
+
+@pytest.mark.parametrize("started", [0, 1, 3])
+def test_a_node_that_can_start_no_thread_is_unhealthy_until_it_can(monkeypatch, started):
+    """As at `ulimit -u`, of which the dataset of a neighbour may have taken the rest."""
+    clock, start, left = ManualClock(), threading.Thread.start, iter(range(started))
+    inbox = queue.SimpleQueue()
+
+    def start_some(thread: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    checks = HealthChecks(
+        NODE,
+        600.0,
+        max_nodes=4,
+        clock=clock,
+        journal=Journal("a"),
+        post=lambda handler: lambda *found: inbox.put(lambda: handler(*found)),
+    )
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", start_some)
+        checks.examine()
+        inbox.get(timeout=60)()
+    assert checks.complaint.startswith("can't start new thread")
+    clock.advance(health_checks.FIRST_PAUSE_S + 1)
+    checks.check_limit(needed=True)
+    inbox.get(timeout=60)()
+    assert (checks.checking, checks.complaint) == (False, "")
 
 
 def test_a_sick_node_waits_until_it_is_fit(monkeypatch):

@@ -35,10 +35,13 @@ class Watched:
 
     def __init__(self, growth=1.0):
         self.clock, self.dead, self.looks = ManualClock(), "", 0
+        self.error: Exception | None = None
         self.watch = LinkWatch(self.clock, lambda handler: handler, self.reach, growth)
 
     def reach(self, nodes):
         self.looks += 1
+        if self.error is not None:
+            raise self.error
         return [DeadLink(to=node.id, why="silent") for node in nodes if node.id in self.dead]
 
     def look(self, dead=""):
@@ -71,6 +74,18 @@ def test_looks_that_find_nothing_become_rare_and_one_that_does_is_soon_repeated(
     assert watched.watch._pause_s == LONGEST_PAUSE_S
     watched.look("b")
     assert watched.watch._pause_s == PAUSE_S
+
+
+def test_a_look_that_fails_says_nothing_of_a_link_and_is_not_the_last(caplog):
+    watched = Watched()
+    assert watched.look("b") == "b"
+    watched.error = RuntimeError("can't start new thread")
+    assert watched.look("c") == "b"
+    watched.error = None
+    assert watched.look("c") == "c"
+    assert caplog.messages == [
+        "the links to other nodes cannot be looked at: can't start new thread"
+    ]
 
 
 def test_a_port_that_refuses_is_named_and_one_that_answers_is_reached():
@@ -164,6 +179,23 @@ def test_a_look_connects_again_and_again_and_takes_any_answer(monkeypatch, ends,
     found = reach_by(wire)(NODES[:1])
     assert [link.why for link in found] == ([why] if why else [])
     assert wire.may_last_s == pytest.approx([0.6, 0.4, 0.2][:begun])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("breaks", [False, True])
+def test_an_attempt_that_never_ends_says_nothing_of_a_link_and_does_not_keep_a_look(
+    monkeypatch, breaks
+):
+    monkeypatch.setattr(link_watch, "TURN_S", 0.05)
+    monkeypatch.setattr(link_watch, "LONGEST_LOOK_S", 0.05)
+    end = threading.Event()
+
+    class Endless:
+        def dial(self, *where):
+            raise ZeroDivisionError if breaks or end.wait(60) else TimeoutError
+
+    assert reach_by(Endless())(NODES) == []
+    end.set()
 
 
 def test_as_many_nodes_as_look_at_once_are_accepted_while_an_agent_is_held_up():

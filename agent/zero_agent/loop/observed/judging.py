@@ -8,11 +8,11 @@ verdict changes nothing in the job.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from zero_agent.loop.node_workers import Post
+from zero_agent.node.beside import beside
 from zero_contract.clock import Clock
 from zero_contract.journal import Journal
 from zero_contract.worker import RankTimes
@@ -119,12 +119,13 @@ class Verdicts:
         # On a thread, since agents take seconds to answer; the answer is one more report.
         nodes = [node.id for node in self._members.nodes]
         answered = partial(self._post(self._answered), self._round, question)
-        threading.Thread(target=lambda: answered(self._ask(question, nodes)), daemon=True).start()
+        beside(lambda: self._ask(question, nodes), answered, "question")
 
-    def _answered(self, n: int, question: Question, report: Report) -> None:
+    def _answered(self, n: int, question: Question, report: Report | Exception) -> None:
         if n == self._round:  # else the question was that of a round which is over
             self._asking.discard(question)
-            self.add(report)
+            if not isinstance(report, Exception):  # else it is asked again
+                self.add(report)
 
     def _tell(self, finding: Finding, *, holds: bool) -> None:
         kind = finding.verdict.kind
