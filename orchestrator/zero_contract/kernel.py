@@ -26,8 +26,8 @@ def text_of(path: Path) -> str:
         return ""
 
 
-def own_cgroup(controller: str, files: Sequence[str], cgroups: Path, own: Path) -> Path | None:
-    """The directory of this process's cgroup of a controller, if one of its files is there.
+def own_cgroups(controller: str, files: Sequence[str], cgroups: Path, own: Path) -> list[Path]:
+    """The directories of this process's cgroup of a controller, and of all around it; [] for none.
 
     A controller, such as "memory", has a directory of its own in version 1 of cgroups; `files` are
     what its cgroup has, in version 2 and in version 1.
@@ -39,8 +39,8 @@ def own_cgroup(controller: str, files: Sequence[str], cgroups: Path, own: Path) 
             # In a container the path may be the host's, and the mount begins at the own cgroup.
             for group in (top / path.lstrip("/"), top):
                 if any((group / name).exists() for name in files):
-                    return group
-    return None
+                    return [group, *(each for each in group.parents if each.is_relative_to(top))]
+    return []
 
 
 def available_bytes() -> int:
@@ -50,10 +50,8 @@ def available_bytes() -> int:
     """
     words = text_of(Path("/proc/meminfo")).split()
     left = int(words[words.index("MemAvailable:") + 1]) * 1024
-    group = own_cgroup("memory", [used for _, used in _MEMORY], CGROUPS, OWN)
-    while group is not None and group.is_relative_to(CGROUPS):
+    for group in own_cgroups("memory", [used for _, used in _MEMORY], CGROUPS, OWN):
         left = min([left, *_left_in(group)])
-        group = group.parent
     return left
 
 

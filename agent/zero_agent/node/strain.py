@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zero_contract.clock import Clock
-from zero_contract.kernel import CGROUPS, OWN, own_cgroup, text_of
+from zero_contract.kernel import CGROUPS, OWN, own_cgroups, text_of
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CPUS = 8
@@ -57,7 +57,7 @@ class Strain:
         """What only grows."""
         found: dict[str, float] = {}
         cgroups, own = (self._root / path.relative_to("/") for path in (CGROUPS, OWN))
-        limits = own_cgroup("cpu", ("cpu.stat",), cgroups, own) or cgroups  # the CPU time
+        limits, *_ = own_cgroups("cpu", ("cpu.stat",), cgroups, own) or [cgroups]  # the CPU time
         quota = _pairs(text_of(limits / "cpu.stat"))
         if "nr_periods" in quota:
             found["periods"] = quota["nr_periods"]

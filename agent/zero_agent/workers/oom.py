@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_contract.kernel import CGROUPS, OWN, own_cgroup, text_of
+from zero_contract.kernel import CGROUPS, OWN, own_cgroups, text_of
 
 MACHINE = Path("/proc/vmstat")
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
@@ -21,7 +21,7 @@ class OomKills:
     """The kernel's count of OOM kills from now on."""
 
     def __init__(self) -> None:
-        self._group = own_cgroup("memory", _COUNTS, CGROUPS, OWN)
+        self._group = next(iter(own_cgroups("memory", _COUNTS, CGROUPS, OWN)), None)
         self._before = self._count()
 
     def blame(self) -> str:
@@ -46,8 +46,7 @@ class OomKills:
 def group_note() -> str:
     """A warning if the OOM killer would kill the whole cgroup, agent included; else empty."""
     # The setting applies if any cgroup has it up to the one whose limit is reached.
-    group = own_cgroup("memory", _COUNTS, CGROUPS, OWN)
-    around = () if group is None else (group, *group.parents)
+    around = own_cgroups("memory", _COUNTS, CGROUPS, OWN)
     whole = next((one for one in around if text_of(one / "memory.oom.group").strip() == "1"), None)
     if whole is None:
         return ""

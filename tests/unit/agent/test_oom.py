@@ -83,7 +83,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_kernels_own_count_is_read(small: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(oom, "own_cgroup", lambda *_: small)
+    monkeypatch.setattr(oom, "own_cgroups", lambda *_: [small])
     kills = OomKills()
     enter = f"echo $$ > {small}/cgroup.procs && exec {sys.executable} -c '{GREEDY}' {tmp_path}/pid"
     ended = subprocess.run(["/bin/sh", "-c", enter], check=False, timeout=60)
