@@ -441,6 +441,30 @@ def test_a_process_of_another_user_neither_ends_the_forkserver_nor_keeps_it():
     assert ended.returncode == 0
 
 
+WITHOUT_ROOM = """
+import os, resource, socket
+from zero_agent.workers.forkserver import Forkserver
+os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))  # it has one process, this one
+agent, own = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+agent.send(b'{"op": "start", "id": 7}')
+agent.shutdown(socket.SHUT_WR)
+Forkserver(own).serve()
+print([agent.recv(99) for _ in range(3)])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has no limit of its own")
+def test_a_process_that_cannot_be_started_has_failed_and_the_forkserver_goes_on():
+    command = [sys.executable, "-c", WITHOUT_ROOM]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = [b'{"ready": true}', b'{"id": 7, "status": 71}', b'{"obeyed": true}']
+    assert ended.stdout == f"{told}\n", ended.stderr
+    assert ended.stderr.startswith(
+        "zero-agent: no further process can be started: Resource temporarily unavailable; ulimit -u"
+    )
+
+
 def test_a_forkserver_that_does_not_obey_is_stuck_and_one_that_imports_is_given_its_time(tmp_path):
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
     env = {**environment(), "PYTHONPATH": str(tmp_path)}

@@ -146,19 +146,31 @@ class Forkserver:
             self._word = (order["key"], order["node"]) if fds else None
             self._listener = fds[0] if fds else None
             return None
+        return self._begin(order, fds)
+
+    def _begin(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program | None:
+        """Fork a process; the program to run if this is the forked worker."""
         forkserver = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # the end of this process would be that of all workers
+            why = f"{error.strerror}; ulimit -u and pids.max bound their number"
+            print(f"zero-agent: no further process can be started: {why}", file=sys.stderr)
+            pid, news = -1, {"status": os.EX_OSERR}
+        else:
+            news = {"pid": pid}
         if pid == 0:
             die_with_parent(forkserver)
             # A group of its own: what the worker starts is signalled, and killed, with it.
             os.setsid()
             return self._become(order, fds)
-        self._pids[order["id"]], self._ids[pid] = pid, order["id"]
-        if order["op"] != "start":
-            self._hosts.add(pid)
+        if pid > 0:
+            self._pids[order["id"]], self._ids[pid] = pid, order["id"]
+            if order["op"] != "start":
+                self._hosts.add(pid)
         for fd in fds:
             os.close(fd)
-        self._send({"id": order["id"], "pid": pid})
+        self._send({"id": order["id"], **news})
         return None
 
     def _become(self, order: dict[str, Any], fds: list[int]) -> worker_main.Program:
