@@ -53,7 +53,7 @@ class AgentSocket:
         if self._channel is None:
             raise ConnectionRefusedError(111, "Connection refused")
 
-    def sendall(self, data: bytes) -> None:
+    def sendall(self, data: bytes, flags: int = 0) -> None:
         channel = self._channel
         if self._closed or channel is None or not channel.process.alive:
             raise BrokenPipeError(32, "Broken pipe")

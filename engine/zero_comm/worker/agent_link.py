@@ -58,7 +58,7 @@ LAST_SAVE = 0.75
 exit, before the agent kills the worker."""
 _LOOK_S = 0.05
 _SEND_TIMEOUT = struct.pack("ll", 1, 0)  # a C timeval: 1 s
-"""The timeout of a send: an agent that does not read counts as gone, so no step waits for it."""
+"""The timeout of a send to an agent that does not read: one step waits for it, and no further."""
 
 
 def current_round() -> int:
@@ -105,6 +105,7 @@ class AgentLink:
         self._answers: dict[int, CommitReply | PeerMemoryReply] = {}
         self._changed = threading.Condition()
         self._sending = threading.Lock()
+        self._flags = 0
         path = path or os.environ.get(contract.ENV_SOCKET)
         self._socket = _connected(path) if path else None
         self.present = bool(path)
@@ -408,7 +409,11 @@ class AgentLink:
             if self._socket is None:
                 return
             try:
-                self._socket.sendall(contract.encode(message))
+                self._socket.sendall(contract.encode(message), self._flags)
+                self._flags = 0
+            # An agent that stands still (Ctrl-Z) loses reports, and keeps its link: it goes on.
+            except BlockingIOError:
+                self._flags = socket.MSG_DONTWAIT
             # A lost socket never stops training: the agent has other means to stop a worker.
             except OSError as error:
                 self._disconnect(f"cannot send to the agent: {error}")

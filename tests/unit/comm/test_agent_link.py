@@ -40,6 +40,25 @@ def test_the_time_of_a_save_is_reported_once_with_the_next_progress_of_the_worke
     ]
 
 
+def test_an_agent_that_stands_still_for_any_time_loses_reports_and_not_its_worker(tmp_path):
+    path = tmp_path / "agent.sock"
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as agent:
+        agent.bind(str(path))
+        agent.listen()
+        link = AgentLink(rank=3, path=str(path))
+        connection, _ = agent.accept()
+        with connection, connection.makefile("rb") as lines:
+            for step in range(5000):  # more than the socket holds
+                link.progress(0, Progress(step=step))
+            told = [decode(next(lines)) for _ in range(50)]  # it goes on
+            link.progress(0, Progress(step=5000))
+            link.close()
+            told += [decode(line) for line in lines]
+    steps = [one.step for one in told[1:]]
+    assert steps == [*range(len(steps) - 1), 5000]
+    assert len(steps) < 5000, "the socket was full"
+
+
 def test_a_scheduler_that_is_made_for_a_number_of_steps_says_how_many_the_run_has(tmp_path):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
