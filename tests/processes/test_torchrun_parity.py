@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ TALK = ("--no-python", "sh", "-c", 'echo out "$LOCAL_RANK" "$@"; echo err "$LOCA
 WAIT = ("--no-python", "sh", "-c", "echo ready; while :; do sleep 0.05; done")
 SLURMS = signal.SIGUSR1
 """That of `sbatch --signal=USR1@90`, which Lightning's requeue handler waits for."""
+NO_NOHUP = ("env", "--default-signal=HUP")
+"""Under nohup the tests ignore SIGHUP, and so would the agents that they start."""
 OTHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MEET = """
 import os, torch, torch.distributed as dist
@@ -78,9 +81,10 @@ def start():
     """Starts agents in the background; none outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(*arguments: object) -> subprocess.Popen[str]:
+    def begin(*arguments: object, by: Sequence[str] = NO_NOHUP) -> subprocess.Popen[str]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command(*arguments), env=environment(), text=True, **pipes)
+        whole = [*by, *command(*arguments)]
+        process = subprocess.Popen(whole, env=environment(), text=True, **pipes)
         started.append(process)
         return process
 
@@ -310,6 +314,15 @@ def test_a_node_leaves_on_the_signals_it_is_told_to_handle(start):
     _, said = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGUSR1
     assert "SIGUSR1: leaving at the next step boundary" in said
+
+
+def test_a_node_started_with_nohup_stays_when_its_terminal_is_closed(start):
+    process = start("--standalone", *WAIT, by=("nohup",))
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, said
 
 
 @pytest.mark.parametrize(

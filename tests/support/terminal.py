@@ -14,8 +14,10 @@ class Terminal:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._master, slave = os.openpty()
+        # Under nohup the tests ignore SIGHUP, and so would what they start.
+        own = ["setsid", "--ctty", "env", "--default-signal=HUP"]
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *command], stdin=slave, stdout=slave, stderr=slave, env=dict(env)
+            [*own, *command], stdin=slave, stdout=slave, stderr=slave, env=dict(env)
         )
         os.close(slave)
         self._shown = bytearray()

@@ -166,7 +166,9 @@ def signals_to_handle(text: str) -> list[signal.Signals]:
                 f"--signals-to-handle={text}: {name} is not a signal that can be handled; write "
                 "names such as SIGTERM,SIGUSR1"
             )
-        found.append(number)
+        # Who types `nohup` wants this node to outlive its terminal.
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            found.append(number)
     return found
 
 
