@@ -281,8 +281,6 @@ class Journal:
         """Number of nodes of the round; the agent keeps it current."""
         self.last = ""
         """The sentence logged last."""
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
 
     def line(self, event: str, sentence: str, **facts: Any) -> str:
         """The record of one of `EVENTS`, as of now: a JSON object."""
@@ -320,6 +318,7 @@ class Journal:
     def _append(self, line: bytes) -> None:
         assert self._path is not None
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("ab") as file:
                 file.write(line)
                 is_full = file.tell() >= FILE_BYTES

@@ -276,6 +276,29 @@ def test_an_agent_that_can_start_no_thread_crashes_and_does_not_say_that_the_job
     assert "this agent ends, its job does not" in done.stderr
 
 
+LOSES_ITS_LOGS = """
+import os, pathlib, sys
+logs = pathlib.Path(sys.argv[1])
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    logs.rename(logs.with_name("former"))
+    logs.touch()  # from now on nothing can be made there
+    raise ValueError("the first")
+raise ValueError("the second")
+"""
+
+
+def test_a_log_directory_that_is_lost_in_a_job_costs_neither_the_job_nor_its_errors(tmp_path):
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text(LOSES_ITS_LOGS)
+    flags = ("--standalone", "--max-restarts=1", f"--log-dir={logs}")
+    done = agent(*flags, str(script), str(logs), env=light_imports(tmp_path))
+    assert done.returncode == AgentExit.JOB_FAILED, done.stderr
+    first, _, second = done.stderr.partition("round 2")
+    assert "ValueError: the first" in first
+    assert "worker_main" not in first
+    assert second.splitlines()[-2] == "    ValueError: the second"
+
+
 @pytest.mark.full
 def test_a_job_whose_output_nobody_reads_is_done_all_the_same(tmp_path):
     prints = "head -c 9000000 /dev/zero | tr '\\0' x; touch done"

@@ -296,15 +296,29 @@ def test_what_a_script_registers_with_atexit_runs_and_its_output_is_kept(forking
     wait_for(lambda: (tmp_path / "out").read_text() == "hello goodbye\n", 150, "the output")
 
 
-def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_path):
+@pytest.mark.parametrize("error", ["ValueError", "CancelledError"])
+def test_a_traceback_is_left_in_the_error_file_without_our_frames(forking, tmp_path, error):
     start, _, news = forking
-    status_of(start("def f():\n    raise ValueError('no')\nf()"), news)
+    code = f"from asyncio import *\ndef f(): raise {error}('no')\nf()"
+    assert status_of(start(code), news) == 1
     message = json.loads((tmp_path / "error.json").read_text())["message"]
-    assert message["message"] == "ValueError: no"
+    assert message["message"].endswith(f"{error}: no")
     lines = message["extraInfo"]["py_callstack"].splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1] == f'  File "{tmp_path}/script.py", line 3, in <module>'
     assert (tmp_path / "err").read_text() == ""
+
+
+def test_an_error_that_no_file_can_take_is_printed_and_a_script_that_has_none_is_done(
+    forking, tmp_path
+):
+    start, _, news = forking
+    nowhere = {"TORCHELASTIC_ERROR_FILE": "/proc/none/error.json"}
+    assert status_of(start("pass", **nowhere), news) == 0
+    assert status_of(start("raise ValueError('no')", **nowhere), news) == 1
+    wait_for((tmp_path / "err").read_text, 150, "the error")
+    first, *_, last = (tmp_path / "err").read_text().splitlines()
+    assert (first, last) == ("Traceback (most recent call last):", "ValueError: no")
 
 
 def test_a_rounds_store_listens_on_the_nodes_own_address_alone(forking):

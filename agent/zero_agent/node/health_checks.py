@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -403,7 +403,7 @@ class HealthChecks:
         post: Callable[[Callable[..., None]], Callable[..., None]],
     ) -> None:
         """The node was healthy when it joined."""
-        self._node = node
+        self._node = replace(node, log_dir=None)  # a job that runs goes on without its logs
         self._journal = journal
         self._timeout_s = timeout_s
         self._max_nodes = max_nodes

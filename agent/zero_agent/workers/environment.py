@@ -6,22 +6,24 @@ for torchrun run unchanged.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from zero_agent.errors import AgentFailed
 from zero_agent.workers.exits import fresh_error_file
 from zero_agent.workers.output.streams import NAMES, Route, Std, Streams
-from zero_contract.exit_codes import AgentExit
 from zero_contract.signing import Secret
 from zero_contract.worker import ENV_HEARTBEAT, ENV_LEAVE
 from zero_orchestrator.addresses import split_host_port
 from zero_orchestrator.errors import SpecError
 from zero_orchestrator.membership.job_state import Node, Snapshot, round_env
+
+log = logging.getLogger("zero")
 
 ENV_TIMERS = "TORCHELASTIC_ENABLE_FILE_TIMER"
 ENV_TIMER_FILE = "TORCHELASTIC_TIMER_FILE"
@@ -167,11 +169,7 @@ class Orders:
     """Tells the directories of several agent processes apart: none overwrites another's files."""
 
     def of(self, job: Snapshot, node: Node, secret: Secret) -> list[StartOrder]:
-        """The orders of a round's workers on this node, by local rank, given the job's secret.
-
-        Raises:
-            AgentFailed: The directory for their files cannot be made.
-        """
+        """The orders of a round's workers on this node, by local rank, given the job's secret."""
         return [self._order(job, node, place, secret) for place in places(job, node)]
 
     def directory(self, job: Snapshot) -> Path:
@@ -201,12 +199,12 @@ class Orders:
         try:
             own.mkdir(parents=True, exist_ok=True)
             error_file = fresh_error_file(own)
-        except OSError as error:
-            raise AgentFailed(
-                AgentExit.UNHEALTHY,
-                f"{own}: {error.strerror}; the workers cannot write their errors there. Free space "
-                "there, or name another --log-dir",
-            ) from error
+        except OSError as error:  # a --log-dir that is full, or gone, costs the logs and no job
+            spare = self._file("errors", job.n, place.rank)
+            log.warning("%s: %s; its errors go to %s", own, error.strerror, spare)
+            with suppress(OSError):  # a worker that finds no directory prints its error
+                spare.mkdir()
+            error_file = spare / "error.json"
         env = worker_env(
             job,
             node,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zero_contract.kernel import text_of
 from zero_contract.worker import ExitCode
 
 TRACEBACK_LIMIT = 16_000
@@ -131,8 +132,8 @@ def read_stacks(paths: Mapping[int, Path]) -> str:
     """The stacks that hung workers wrote, by rank; a stopped worker wrote none."""
     found = []
     for rank, path in paths.items():
-        text = path.read_text(errors="replace") if path.exists() else ""
-        found.append(f"rank {rank}:\n{text or '(no answer: the process is stopped)'}")
+        text = text_of(path) or "(no answer: the process is stopped)"
+        found.append(f"rank {rank}:\n{text}")
     return "\n".join(found)[-TRACEBACK_LIMIT:]
 
 

@@ -8,6 +8,7 @@ process group, and are taken over as those that wait.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -159,8 +160,8 @@ class WorkerGroup:
 
     def _placed(self, end: Exit, worker: int, order: StartOrder) -> Exit:
         """Add the worker's local rank, pid and error file to its exit."""
-        file, pid = Path(order.env[ENV_ERROR_FILE]), self._pids.get(worker)
-        left = str(file) if file.exists() else ""
+        file, pid = order.env[ENV_ERROR_FILE], self._pids.get(worker)
+        left = file if os.path.exists(file) else ""  # `Path.exists` raises on a disk that fails
         return replace(end, local_rank=order.local_rank, pid=pid, error_file=left)
 
     def store_ended(self, status: int) -> None:

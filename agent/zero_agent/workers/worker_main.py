@@ -84,10 +84,11 @@ def run(program: Program) -> NoReturn:
     faulthandler.enable()
     # Its stacks come even from an interpreter that is stuck in a call of a library.
     if path := os.environ.get(ENV_ERROR_FILE):
-        stacks_file(path).write_text("")
-        # It stays open, because the handler can open no file. The agent empties it meanwhile.
-        file = stacks_file(path).open("a")
-        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
+        with contextlib.suppress(OSError):  # a disk that is full or read-only costs the stacks
+            stacks_file(path).write_text("")
+            # It stays open, because the handler can open no file. The agent empties it meanwhile.
+            file = stacks_file(path).open("a")
+            faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True)
     # numpy was imported before the fork: give this worker its own randomness. Python's `random`
     # draws anew after a fork by itself, and torch begins with the same seed in every process.
     if "numpy" in sys.modules:
@@ -113,7 +114,7 @@ def run(program: Program) -> NoReturn:
         _LEFT.append(interrupt)
         traceback.print_exception(interrupt.with_traceback(_users_frames(interrupt)))
         code = 128 + signal.SIGINT
-    except Exception as error:
+    except BaseException as error:  # asyncio's CancelledError is no Exception
         _LEFT.append(error)
         write_error_file(error)
         code = 1
@@ -174,7 +175,7 @@ def stacks_file(error_file: str) -> Path:
     return Path(error_file).with_name("stacks.txt")
 
 
-def write_error_file(error: Exception) -> None:
+def write_error_file(error: BaseException) -> None:
     """Write an exception to the error file, without this package's frames in its traceback."""
     text = "".join(traceback.format_exception(error.with_traceback(_users_frames(error))))
     if ENV_ERROR_FILE not in os.environ:
@@ -192,11 +193,14 @@ def write_error(message: str, text: str = "", *, permanent: bool = False) -> Non
     """Write the error file, unless there is one; a restart would meet a `permanent` error again."""
     path = os.environ.get(ENV_ERROR_FILE)
     # A function decorated with torchelastic's `@record` has written the file itself.
-    if path is None or Path(path).exists():
+    if path is None or os.path.exists(path):
         return
     facts = {"py_callstack": text, "timestamp": str(int(time.time())), "permanent": permanent}
     record = {"message": {"message": message, "extraInfo": facts}}
-    Path(path).write_text(json.dumps(record), encoding="utf-8")
+    try:
+        Path(path).write_text(json.dumps(record), encoding="utf-8")
+    except OSError:  # a full disk: the error is told here, or nowhere
+        print(text, end="", file=sys.stderr)
 
 
 def _users_frames(error: BaseException) -> types.TracebackType | None:

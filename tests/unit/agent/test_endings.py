@@ -73,6 +73,14 @@ def test_a_message_of_any_length_is_a_failure_that_etcd_takes_and_its_place_is_t
         assert record is message or end.traceback.startswith('  File "train.py", line 7')
 
 
+def test_a_worker_ends_all_the_same_where_its_files_cannot_be_looked_at(tmp_path):
+    """As on a file system that has gone away: here a name that none takes."""
+    lost = tmp_path / ("x" * 300)
+    assert group(lost, [(0, 1)]).first_failure.summary == "rank 0: exit code 1"
+    stuck = exits.read_stacks({0: lost / "stacks.txt"})
+    assert stuck == "rank 0:\n(no answer: the process is stopped)"
+
+
 def test_a_worker_that_lost_its_peers_first_is_not_the_cause(tmp_path):
     found = group(tmp_path, [(0, ExitCode.PEER_LOST), (1, 1)])
     # What ends after the first was stopped by the agent, and is no cause either.

@@ -250,6 +250,18 @@ def test_a_node_that_can_start_no_thread_is_unhealthy_until_it_can(monkeypatch, 
     assert (checks.checking, checks.complaint) == (False, "")
 
 
+def test_a_node_that_runs_is_healthy_without_the_directory_of_its_logs(tmp_path):
+    node = replace(NODE, log_dir=tmp_path / "file" / "logs")
+    (tmp_path / "file").touch()
+    checks = HealthChecks(
+        node, 600.0, max_nodes=4, clock=ManualClock(), journal=Journal("a"), post=lambda call: call
+    )
+    checks.examine()
+    wait_for(lambda: not checks.checking, 60, "a finding")
+    assert checks.complaint == ""
+    assert complaint(examine(node)).startswith("logs: "), "before it joins it is not"
+
+
 def test_a_sick_node_waits_until_it_is_fit(monkeypatch):
     tries = iter(["no", "no", ""])
     monkeypatch.setattr(health_checks, "complaint", lambda findings: next(tries))

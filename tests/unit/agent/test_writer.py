@@ -174,6 +174,17 @@ def test_a_file_of_events_is_bounded_and_keeps_the_newest(tmp_path, monkeypatch)
     assert 1000 <= len(kept) < 2200
 
 
+def test_a_journal_whose_directory_cannot_be_made_says_so_once_and_stops_nobody(tmp_path, caplog):
+    (tmp_path / "logs").touch()
+    pen = Journal("a", tmp_path / "logs" / "events-a.jsonl")
+    pen.tell("start", "one")
+    pen.tell("start", "two")
+    pen.close()
+    lines = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"the journal {tmp_path}/logs/events-a.jsonl cannot be written: ")
+
+
 ROOM_BYTES = 1 << 20
 
 
