@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from tests.numerics.promises import habits
 from tests.numerics.promises import test_beside_training as beside
-from tests.numerics.promises import test_habits as habits
+from tests.numerics.promises import test_own_draws as own_draws
 from tests.numerics.promises.back_ends import (
     EVERYWHERE,
     IN,
@@ -215,21 +216,21 @@ def test_any_script_has_one_hash_at_every_step_wherever_it_runs(
 DATA: dict[str, Callable[[], Any]] = {
     "numbers": data,
     "draws by the process": habits.Noise,
-    "draws by its own": beside.OwnDraws,
-    "draws by its class": partial(beside.Draws, beside.of_class),
-    "draws by a module": partial(beside.Draws, beside.of_another_module),
-    "draws by what it makes late": partial(beside.Draws, beside.made_late),
-    "drawn by a sampler": beside.by_sampler,
-    "a stream in its own order": beside.OwnOrder,
-    "a stream that is shuffled at once": beside.Stream,
+    "draws by its own": own_draws.OwnDraws,
+    "draws by its class": partial(own_draws.Draws, own_draws.of_class),
+    "draws by a module": partial(own_draws.Draws, own_draws.of_another_module),
+    "draws by what it makes late": partial(own_draws.Draws, own_draws.made_late),
+    "drawn by a sampler": own_draws.by_sampler,
+    "a stream in its own order": own_draws.OwnOrder,
+    "a stream that is shuffled at once": own_draws.Stream,
 }
 DRAWS = st.fixed_dictionaries(
     {
         "data": st.sampled_from(sorted(DATA)),
-        "collate": st.sampled_from([None, beside.collated_late]),
+        "collate": st.sampled_from([None, own_draws.collated_late]),
         "between": st.sampled_from([None, beside.add_noise]),
         "before": st.sampled_from([None, beside.draw_a_rate]),
-        "model": st.sampled_from([None, beside.Noisy, beside.DrawsToo]),
+        "model": st.sampled_from([None, own_draws.Noisy, own_draws.DrawsToo]),
     }
 )
 OF_STOCK = [place for place in EVERYWHERE[1:] if not place[0].startswith(("stage", "offload"))]

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.support.cluster import environment
-from tests.unit.observe.test_status import Job, node
+from tests.support.written_job import Job, node
 
 
 def completed(line: str, start: str = "-m zero_orchestrator", **variables: str) -> list[str]:

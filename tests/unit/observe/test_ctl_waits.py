@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from tests.unit.observe.test_status import Job, node
+from tests.support.written_job import Job, node
 from zero_contract.exit_codes import CtlExit
 from zero_orchestrator.ctl import cli
 from zero_orchestrator.ctl.views import TableView

@@ -16,7 +16,7 @@ from docs.json_output import ctl
 from tests.support.json_pages import closed, schemas
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from tests.unit.observe.test_status import Job
+from tests.support.written_job import Job
 from zero_agent.loop.answers import Answers
 from zero_contract.journal import Journal
 from zero_orchestrator.ctl import cli

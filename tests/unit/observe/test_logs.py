@@ -12,7 +12,7 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.waiting import wait_for
-from tests.unit.observe.test_status import Job
+from tests.support.written_job import Job
 from zero_agent.loop.answers import Answers, kinds_of, last_output
 from zero_agent.workers.output.recent import RecentOutput
 from zero_orchestrator.ctl import cli, logs_command

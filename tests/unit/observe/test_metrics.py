@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
-from tests.unit.observe.test_status import Job
+from tests.support.written_job import Job
 from zero_agent.loop.observed.metrics import NODE_METRICS, Readings, of_node
 from zero_agent.node.health_endpoint import STARTING
 from zero_agent.node.state import Workers

@@ -1,4 +1,4 @@
-"""What `zero-ctl status` makes of a job's keys, and which job it takes a command to be about."""
+"""What `zero-ctl status` makes of a job's keys."""
 
 import json
 import time
@@ -9,18 +9,11 @@ from rich.console import Console
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
+from tests.support.written_job import SPEC, Job, conditions, node, read
 from zero_orchestrator.ctl import cli, events_command, views
-from zero_orchestrator.ctl.requests import (
-    TooFewNodes,
-    ask_to_drain,
-    ask_to_stop,
-    exclude,
-    include,
-)
 from zero_orchestrator.membership.failures import Charge, Exclusion
-from zero_orchestrator.membership.job_state import Failure, Members, Node
+from zero_orchestrator.membership.job_state import Failure
 from zero_orchestrator.membership.keys import Keys
-from zero_orchestrator.membership.spec import JobSpec
 from zero_orchestrator.observe import history as histories
 from zero_orchestrator.observe import status
 from zero_orchestrator.observe.events import (
@@ -37,47 +30,15 @@ from zero_orchestrator.observe.pace import Pace, Quantiles, Speed, bucket, to_re
 from zero_orchestrator.observe.status import (
     Condition,
     NoSuchJob,
-    NoSuchNode,
     UnreadableJob,
     choose_job,
-    choose_node,
-    newest_job,
 )
 from zero_orchestrator.observe.verdicts import Kind, Verdict, to_value
-
-SPEC = JobSpec(min_nodes=1, max_nodes=3, max_restarts=2, command=("train.py", "--fast"))
-
-
-def node(name: str) -> Node:
-    return Node(id=name, incarnation="1", address=f"host-{name}", slots=2)
-
-
-class Job:
-    """A job written key by key."""
-
-    def __init__(self, store: MemoryStore, name: str = "gpt") -> None:
-        self.store, self.keys = store, Keys(name)
-        store.put(self.keys.spec, SPEC.to_json())
-
-    def live(self, names: str) -> None:
-        for name in names:
-            lease = self.store.grant(3)
-            self.store.put(self.keys.node(name), node(name).to_json(), lease=lease)
-
-    def round(self, n: int, state: str, members: str, cause: str = "because") -> None:
-        record = f'{{"n": {n}, "state": "{state}", "cause": "{cause}"}}'
-        self.store.put(self.keys.round, record)
-        written = Members(tuple(map(node, members))).to_json()
-        self.store.put(self.keys.of_round(n, "members"), written)
 
 
 @pytest.fixture
 def memory() -> MemoryStore:
     return MemoryStore(ManualClock())
-
-
-def read(job: Job) -> status.JobStatus:
-    return status.read(job.store, job.keys.job)
 
 
 def shown(now: status.JobStatus) -> str:
@@ -92,11 +53,6 @@ def listed(jobs) -> str:
     with console.capture() as text:
         console.print(views._jobs_table(jobs))
     return text.get()
-
-
-def conditions(job: Job) -> dict[str, Condition]:
-    now = read(job)
-    return {row.node: row.condition for row in (*now.members, *now.spares)}
 
 
 def test_a_running_job_with_its_ranks_spare_budget_checkpoint_and_progress(memory):
@@ -410,67 +366,6 @@ def test_nobody_is_lost_in_a_job_that_has_ended(memory):
     assert read(job).now == "the job is STOPPED: enough"
 
 
-def test_a_wish_to_drain_is_of_one_agent_process_and_goes_when_it_goes(memory):
-    job = Job(memory)
-    job.live("ab")
-    job.round(1, "ACTIVE", "ab")
-    ask_to_drain(memory, "gpt", "b", "me")
-    assert conditions(job) == {"a": Condition.RUNNING, "b": Condition.DRAINING}
-    memory.revoke(memory.get(job.keys.node("b")).lease)
-    assert memory.range(job.keys.drain("")).items == ()
-    with pytest.raises(NoSuchNode, match="node b of job gpt has just gone"):
-        ask_to_drain(memory, "gpt", "b", "me")
-
-
-def test_a_host_is_excluded_by_its_name_or_a_nodes_until_it_is_included_again(memory):
-    job = Job(memory)
-    job.live("ab")
-    spare = replace(node("c"), host="h1")
-    memory.put(job.keys.node("c"), spare.to_json(), lease=memory.grant(3))
-    job.round(1, "ACTIVE", "ab")
-    assert exclude(memory, "gpt", "c", "me", 600).host == "h1"
-    assert memory.get(job.keys.excluded("h1")).lease != 0
-    exclude(memory, "gpt", "b", "me", 0)
-    assert memory.get(job.keys.excluded("b")).lease == 0
-    assert conditions(job)["c"] is Condition.EXCLUDED
-    with pytest.raises(NoSuchNode, match="a is not excluded in job gpt; b, h1 is"):
-        include(memory, "gpt", "a")
-    assert [include(memory, "gpt", name) for name in ("h1", "b")] == ["h1", "b"]
-    assert read(job).exclusions == ()
-
-
-def test_an_exclusion_of_one_of_several_nodes_of_a_host_names_both_commands(memory):
-    job = Job(memory)
-    job.live("a")
-    for name in "bc":
-        on_one = replace(node(name), host="h1")
-        memory.put(job.keys.node(name), on_one.to_json(), lease=memory.grant(3))
-    job.round(1, "ACTIVE", "a")
-    with pytest.raises(NoSuchNode, match=r"b is a node of host h1, .* b, c, .*`zero-ctl drain b`"):
-        exclude(memory, "gpt", "b", "me", 600)
-    assert exclude(memory, "gpt", "h1", "me", 600).host == "h1"
-
-
-def test_an_exclusion_that_a_user_asks_for_leaves_enough_nodes_or_is_refused(memory):
-    job = Job(memory)
-    job.live("a")
-    job.round(1, "ACTIVE", "a")
-    with pytest.raises(TooFewNodes, match=r"gpt needs 1 .* host a \(a\) it has 0: .*drain"):
-        exclude(memory, "gpt", "a", "me", 60)
-    with pytest.raises(NoSuchNode, match="there is no node or host z; there are: a"):
-        exclude(memory, "gpt", "z", "me", 60)
-    assert read(job).exclusions == ()
-
-
-def test_the_first_wish_to_stop_is_kept_and_shown(memory):
-    job = Job(memory)
-    job.live("a")
-    job.round(1, "ACTIVE", "a")
-    assert ask_to_stop(memory, "gpt", "me", "maintenance")
-    assert not ask_to_stop(memory, "gpt", "you", "")
-    assert read(job).stop == "stop asked by me (maintenance)"
-
-
 def test_a_job_that_cannot_be_understood_is_named_with_what_to_do_and_hides_no_other(memory):
     Job(memory).live("a")
     memory.put(Keys("future").spec, '{"moon": "full"}')
@@ -480,62 +375,6 @@ def test_a_job_that_cannot_be_understood_is_named_with_what_to_do_and_hides_no_o
     assert (future.job, future.state, gpt.job) == ("future", "UNREADABLE", "gpt")
     assert "use the zero-ctl of the same version" in future.now
     assert choose_job((future, gpt), None).job == "gpt"
-
-
-def test_the_newest_job_is_the_one_that_runs_or_else_the_one_that_began_last(memory):
-    for name in ("z", "a", "m"):
-        Job(memory, name).round(1, "DONE", "x")
-    assert newest_job(status.read_all(memory)).job == "m"
-    Job(memory, "a").live("x")
-    memory.put(Keys("a").round, '{"n": 1, "state": "ACTIVE", "cause": "because"}')
-    assert newest_job(status.read_all(memory)).job == "a"
-
-
-def test_a_command_without_a_job_is_about_the_only_one_that_runs(memory):
-    Job(memory, "old").round(1, "DONE", "a")
-    running = Job(memory, "new")
-    running.live("a")
-    running.round(1, "ACTIVE", "a")
-    jobs = status.read_all(memory)
-    assert [job.job for job in jobs] == ["new", "old"]
-    assert choose_job(jobs, None).job == "new"
-    assert choose_job(jobs, "old").job == "old"
-
-
-def test_a_job_that_is_not_there_is_answered_with_those_that_are(memory):
-    with pytest.raises(NoSuchJob, match="no job has been started with this etcd"):
-        choose_job([], None)
-    for name in ("a", "b"):
-        Job(memory, name).live("x")
-    jobs = status.read_all(memory)
-    with pytest.raises(NoSuchJob, match="there is no job c; there are: a, b"):
-        choose_job(jobs, "c")
-    with pytest.raises(NoSuchJob, match="several jobs run; name one of: a, b"):
-        choose_job(jobs, None)
-    for name in ("a", "b"):  # whose agents have not left yet
-        Job(memory, name).round(1, "DONE", "x")
-    with pytest.raises(NoSuchJob, match="no job runs; name one of: a, b"):
-        choose_job(status.read_all(memory), None)
-
-
-def test_an_exclusion_for_less_than_a_second_is_not_for_ever(memory):
-    Job(memory).live("ab")
-    args = cli.make_parser().parse_args(["exclude", "a", "gpt", "--for=0.4"])
-    assert cli._COMMANDS["exclude"](args, memory, views.TableView()) == 0
-    (barred,) = memory.range(Keys("gpt").excluded("")).items
-    assert (barred.lease != 0, Exclusion.from_json(barred.value).for_s) == (True, 1)
-
-
-def test_a_node_is_looked_for_in_all_jobs_and_its_absence_names_those_there_are(memory):
-    Job(memory, "a").live("xy")
-    Job(memory, "b").live("xz")
-    jobs = status.read_all(memory)
-    assert choose_node(jobs, "z", None).job == "b"
-    assert choose_node(jobs, "x", "a").job == "a"
-    with pytest.raises(NoSuchNode, match=r"node x is in several jobs \(a, b\)"):
-        choose_node(jobs, "x", None)
-    with pytest.raises(NoSuchNode, match="no live node q; there are: a: x, y; b: x, z"):
-        choose_node(jobs, "q", None)
 
 
 def test_the_time_of_an_event_is_local_and_says_its_zone(monkeypatch):

@@ -14,8 +14,8 @@ from rich.console import Console
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
 from tests.support.staged import staged
+from tests.support.written_job import Job
 from tests.unit.observe.test_metrics import JOB
-from tests.unit.observe.test_status import Job
 from zero_orchestrator.ctl import top_command
 from zero_orchestrator.ctl.top_command import screen, scrolled, sparkline, window
 from zero_orchestrator.ctl.views import JsonView, TableView, speed_in_words
