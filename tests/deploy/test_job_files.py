@@ -6,6 +6,7 @@ import json
 import re
 import textwrap
 import tomllib
+from dataclasses import replace
 from typing import Any
 
 import kubernetes_validate
@@ -27,6 +28,7 @@ from tests.deploy.manifests import (
     render,
 )
 from tests.deploy.policies import POLICIES
+from tests.support.kubelet import expand
 from tests.support.programs import works
 from zero_orchestrator.jobfile.reading import checks, schema
 from zero_orchestrator.jobfile.reading.schema import Job
@@ -173,6 +175,17 @@ def test_a_variable_reaches_the_pods_as_it_is_written(tmp_path, value):
     more = yaml.safe_dump({"environment": {"A": value}, "health_check": value})
     flags = agent_flags(objects_of(job(tmp_path, more)))
     assert (flags["A"], flags["PET_HEALTH_CHECK"]) == (value, value)
+
+
+@needs_kustomize
+@pytest.mark.parametrize("word", ["--at=$(HOME)", "^a$$", "$$(JOB_NAME)", "$HOME", "it's", "a\nb"])
+def test_an_argument_reaches_the_script_as_it_is_written(tmp_path, word):
+    """As on machines, where `$(HOME)` is no variable."""
+    written = job(tmp_path)
+    written = replace(written, file=replace(written.file, args=("--first", word)))
+    [agent] = containers(next(jobs(objects_of(written))))
+    known = {"HOME": "/tmp", "JOB_NAME": "gpt-train"}
+    assert [expand(each, known) for each in agent["args"][3:]] == ["train.py", "--first", word]
 
 
 @needs_kustomize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -118,6 +119,20 @@ def test_a_batch_script_asks_for_its_secrets_and_does_not_have_them(tmp_path):
 def test_what_machines_need_and_a_job_file_does_not_say_is_asked_for(tmp_path, to, more, message):
     with pytest.raises(JobFileError, match=message):
         RENDERERS[to](job(tmp_path, more))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("args", word) for word in ("", " ", "a b", "a\rb", "a\nb", "it's", "a\\b")),
+        *(("A", value) for value in (" a", "a ", "a\rB=1", "a\nb", "it's", "a\\b")),
+    ],
+)
+def test_what_an_environment_file_of_systemd_cannot_hold_is_refused(tmp_path, key, value):
+    more = {"args": ["--note", value]} if key == "args" else {"environment": {key: value}}
+    one = job(tmp_path, YOURS)
+    with pytest.raises(JobFileError, match="an environment file of systemd cannot hold it"):
+        RENDERERS["systemd"](replace(one, file=replace(one.file, **more)))
 
 
 @pytest.mark.parametrize("to", ["slurm", "systemd"])

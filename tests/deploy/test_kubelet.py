@@ -271,3 +271,4 @@ def test_the_job_tells_a_disruption_from_a_failure(job_policy, exit_code, disrup
 def test_variables_are_expanded_as_kubernetes_does():
     expanded: Callable[[str], str] = lambda text: expand(text, {"A": "1"})  # noqa: E731
     assert [expanded(text) for text in ("$(A)-$(B)", "$A", "x")] == ["1-$(B)", "$A", "x"]
+    assert [expanded(text) for text in ("$$(A)", "$$$(A)", "a$$")] == ["$(A)", "$1", "a$"]

@@ -35,8 +35,9 @@ _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """`$(NAME)` as Kubernetes expands it: an unknown name stays as it is written."""
-    return re.sub(r"\$\((\w+)\)", lambda found: variables.get(found[1], found[0]), text)
+    """`$(NAME)` as Kubernetes expands it, and `$$`: an unknown name stays as it is written."""
+    known = {f"$({name})": value for name, value in variables.items()} | {"$$": "$"}
+    return re.sub(r"\$\$|\$\(\w+\)", lambda found: known.get(found[0], found[0]), text)
 
 
 class Cluster:

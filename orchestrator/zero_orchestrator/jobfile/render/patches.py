@@ -120,10 +120,11 @@ def _agent(file: JobFile) -> Object:
     # Two volumes may have this size each, and a pod that exceeds its limit is evicted.
     doubled = f"{2 * wanted.scratch.size_bytes // 2**20}Mi"
     checkpoints = file.checkpoint.url or f"{CHECKPOINTS}/{file.name}"
-    words = file.arguments(config=CONFIG, checkpoints=checkpoints)
+    words = [file.script, *file.arguments(config=CONFIG, checkpoints=checkpoints)]
     found: Object = {
         "name": AGENT,
-        "args": [*_IDENTITY, file.script, *words],
+        # Of `$(NAME)` and `$$` the kubelet would make something else.
+        "args": [*_IDENTITY, *(word.replace("$", "$$") for word in words)],
         "resources": {
             "requests": {**each, "ephemeral-storage": str(wanted.scratch)},
             "limits": {**each, "ephemeral-storage": doubled},

@@ -29,9 +29,10 @@ def files(job: Job) -> dict[str, str]:
     words = [file.script, *places(job, config=f"/{config}")]
     variables = settings(file) | etcd_settings(file)
     for text in (*words, *variables.values()):
-        # systemd splits ZERO_SCRIPT at white space, and reads quotes and backslashes in any value.
-        among = " \t\n\"'\\" if text in words else "\n\"'\\"
-        if any(letter in text for letter in among):
+        # systemd splits ZERO_SCRIPT at white space, and takes it away around any value; it reads
+        # quotes and backslashes in any value.
+        kept = text.split() == [text] if text in words else text.strip() == text
+        if not kept or any(letter in text for letter in "\n\r\"'\\"):
             wrong = f"{text!r}: an environment file of systemd cannot hold it; put it into a file"
             raise JobFileError(job.source.message(Problem(key="", text=wrong)))
     variables["ZERO_SCRIPT"] = " ".join(words)
