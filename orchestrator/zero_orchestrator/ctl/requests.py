@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zero_contract.errors import ZeroError
 from zero_orchestrator.errors import LeaseLost
-from zero_orchestrator.membership.failures import Exclusion
+from zero_orchestrator.membership.failures import FOR_EVER_S, Exclusion
 from zero_orchestrator.membership.job_state import DrainOrder, Node, Snapshot
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
@@ -74,6 +74,7 @@ def exclude(store: KeyValueStore, job: str, name: str, why: str, for_s: int) -> 
         TooFewNodes: Without the host the job has fewer nodes than it needs.
     """
     view = _look(store, job)
+    for_s = min(for_s, FOR_EVER_S)
     found = Exclusion(host=_host(view, name), why=why, for_s=for_s, by_user=True)
     # Whoever names a node may not know that others share its host.
     there = [node.id for node in view.nodes if node.machine == found.host]

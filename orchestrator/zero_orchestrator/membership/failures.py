@@ -76,6 +76,8 @@ def fruitless(charges: Sequence[Charge], reached: int | None) -> int:
 
 LONGEST_S = 3600
 """Longest exclusion that the job itself decides on, seconds."""
+FOR_EVER_S = 9_000_000_000
+"""Longest exclusion of all: etcd has no longer leases."""
 
 
 @dataclass(frozen=True, kw_only=True)

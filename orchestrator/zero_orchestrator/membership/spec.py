@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from zero_orchestrator.errors import SpecError, SpecMismatch
+from zero_orchestrator.membership.failures import FOR_EVER_S
 from zero_orchestrator.membership.records import (
     PROTOCOL,
     Record,
@@ -95,8 +96,9 @@ class JobSpec(Record):
             if (value := getattr(self, name)) < 0:
                 flag = f"--{name.replace('_', '-')}"
                 raise SpecError(f"{flag}={value}: must not be negative; write 0")
-        if self.exclude_for_s < 1:
-            raise SpecError(f"--exclude-for={self.exclude_for_s}: write at least 1 second")
+        if not 1 <= self.exclude_for_s <= FOR_EVER_S:
+            text = f"--exclude-for={self.exclude_for_s}: write 1 to {FOR_EVER_S} seconds"
+            raise SpecError(text)
         unit, low, high = self.node_unit, self.min_nodes, self.max_nodes
         if unit < 1:
             raise SpecError(f"--node-unit={unit}: write how many nodes belong together, from 1")

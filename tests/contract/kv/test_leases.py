@@ -7,6 +7,7 @@ import pytest
 from tests.support.waiting import wait_for
 from tests.support.watching import SOON_S
 from zero_orchestrator.errors import LeaseLost
+from zero_orchestrator.membership.failures import FOR_EVER_S
 from zero_orchestrator.store.kv import KeyValueStore, Put, absent
 
 TTL_S = 4
@@ -79,3 +80,9 @@ def test_a_key_written_again_without_the_lease_outlives_it(store: KeyValueStore,
     found = store.get(f"{root}a")
     assert found is not None
     assert (found.value, found.lease) == ("2", 0)
+
+
+def test_the_longest_exclusion_of_a_host_is_a_lease(store: KeyValueStore) -> None:
+    lease = store.grant(FOR_EVER_S)
+    assert FOR_EVER_S - 60 <= store.time_left(lease) <= FOR_EVER_S
+    store.revoke(lease)

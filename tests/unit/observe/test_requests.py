@@ -15,7 +15,7 @@ from zero_orchestrator.ctl.requests import (
     exclude,
     include,
 )
-from zero_orchestrator.membership.failures import Exclusion
+from zero_orchestrator.membership.failures import FOR_EVER_S, Exclusion
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.observe import status
 from zero_orchestrator.observe.status import (
@@ -136,6 +136,15 @@ def test_an_exclusion_for_less_than_a_second_is_not_for_ever(memory):
     assert cli._COMMANDS["exclude"](args, memory, views.TableView()) == 0
     (barred,) = memory.range(Keys("gpt").excluded("")).items
     assert (barred.lease != 0, Exclusion.from_json(barred.value).for_s) == (True, 1)
+
+
+@pytest.mark.parametrize("for_s", ["99999999999", "99999999999999999999", f"1{'0' * 200}d"])
+def test_an_exclusion_for_any_length_of_time_is_a_record_that_agents_read(memory, for_s):
+    Job(memory).live("ab")
+    args = cli.make_parser().parse_args(["exclude", "a", "gpt", f"--for={for_s}"])
+    assert cli._COMMANDS["exclude"](args, memory, views.TableView()) == 0
+    (barred,) = memory.range(Keys("gpt").excluded("")).items
+    assert Exclusion.from_json(barred.value).for_s == memory.time_left(barred.lease) == FOR_EVER_S
 
 
 def test_a_node_is_looked_for_in_all_jobs_and_its_absence_names_those_there_are(memory):

@@ -62,7 +62,8 @@ def test_an_agent_with_another_specification_reads_every_difference():
         ),
         ({"refill_after_steps": -1}, "--refill-after-steps=-1: must not be negative; write 0"),
         ({"exclude_after": -2}, "--exclude-after=-2: must not be negative; write 0"),
-        ({"exclude_for_s": 0}, "--exclude-for=0: write at least 1 second"),
+        ({"exclude_for_s": 0}, "--exclude-for=0: write 1 to 9000000000 seconds"),
+        ({"exclude_for_s": 10**20}, f"--exclude-for={10**20}: write 1 to 9000000000 seconds"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused_with_the_remedy(facts, message):
