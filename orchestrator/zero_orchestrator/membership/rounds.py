@@ -175,7 +175,8 @@ def _aside(job: Snapshot) -> list[str]:
 
 
 def _watch(job: Snapshot, seen: Observation, timing: Timing) -> Decision:
-    if all(member.id in job.done for member in job.members.nodes):
+    # Of no members nobody is done: somebody has deleted the key.
+    if job.members.nodes and all(member.id in job.done for member in job.members.nodes):
         return go(Move.FINISH, "every worker has exited with 0")
     # The first rule that returns a decision decides.
     for rule in _WATCH_RULES:

@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from zero_orchestrator.membership.dead_links import DeadLink, LinkReport, SetAside, who_goes
 from zero_orchestrator.membership.failures import Charge
-from zero_orchestrator.membership.job_state import ENDED, Failure, Members, Node, Snapshot, State
+from zero_orchestrator.membership.job_state import (
+    ENDED,
+    NOBODY,
+    Failure,
+    Members,
+    Node,
+    Snapshot,
+    State,
+)
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rounds import (
     LEGAL,
@@ -364,6 +372,12 @@ def test_a_drained_node_that_is_gone_was_not_lost():
 def test_the_job_is_done_when_all_are_even_if_one_has_gone_since():
     job = replace(active("ab", live="a"), done=frozenset("ab"))
     assert verdict(job) == (Move.FINISH, "every worker has exited with 0")
+
+
+def test_a_round_whose_members_somebody_has_deleted_is_not_done_and_the_nodes_form_the_next():
+    job = replace(active("ab"), members=NOBODY)
+    assert verdict(job) == (Move.YIELD, "a, b join")
+    assert verdict(replace(job, yielding="a, b join")) == (Move.FORM, "a, b join")
 
 
 def test_a_job_that_is_to_stop_lets_its_workers_leave_at_a_boundary():
