@@ -58,7 +58,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the sockets."""
-        self._hub.remove(self._listener.fileno(), self._listener.close)
+        self._hub.remove(self._listener, self._listener.close)
         # A copy: the hub's thread may hear one more hello meanwhile.
         for peer in list(self._peers.values()):
             peer.close()
@@ -107,8 +107,7 @@ class _Peer:
             self.close()
 
     def close(self) -> None:
-        if self._connection.fileno() >= 0:
-            self._hub.remove(self._connection.fileno(), self._connection.close)
+        self._hub.remove(self._connection, self._connection.close)
 
     def _on_readable(self) -> None:
         try:

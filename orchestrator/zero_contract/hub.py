@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from socket import socket
 
 log = logging.getLogger("zero")
 
@@ -59,10 +60,12 @@ class Hub:
         """Call `on_readable` whenever `fd` is readable or has reached its end."""
         self._later(lambda: self._watch(fd, _Listener(on_readable)))
 
-    def remove(self, fd: int, then: Callable[[], None] = lambda: None) -> None:
-        """Stop watching `fd`; `then`, normally its close, runs once `fd` is not watched."""
+    def remove(self, file: int | socket, then: Callable[[], None] = lambda: None) -> None:
+        """Stop watching a file; `then`, normally its close, runs once it is not watched."""
 
         def forget() -> None:
+            # Asked for here: by now it may be closed, and its former number be another file's.
+            fd = file if isinstance(file, int) else file.fileno()
             self._listeners.pop(fd, None)
             with contextlib.suppress(KeyError, ValueError):  # it pauses, or was closed
                 self._selector.unregister(fd)
@@ -100,12 +103,18 @@ class Hub:
     def _later(self, job: Callable[[], None]) -> None:
         with self._lock:  # held for the wake-up too: the job may be the last, which closes the pipe
             self._todo.append(job)
-            with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
-                os.write(self._wake_write, b".")
+            if self._wake_write >= 0:
+                with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
+                    os.write(self._wake_write, b".")
+                return
+        self._work()  # the thread has ended
 
     def _woken(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
+        self._work()
+
+    def _work(self) -> None:
         with self._lock:
             jobs, self._todo = self._todo, []
         for job in jobs:
@@ -134,9 +143,12 @@ class Hub:
                     except (OSError, ValueError) as error:  # closed without `remove`
                         del self._listeners[fd]
                         log.error("zero-agent: fd %d is read no more: %s", fd, error)
-        self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        with self._lock:
+            self._selector.close()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_write = -1  # the number is another file's from now on
+        self._work()
 
     def _watch(self, fd: int, listener: _Listener) -> None:
         self._selector.register(fd, selectors.EVENT_READ, listener)

@@ -131,7 +131,7 @@ class ForkserverClient:
         # Without waiting: a forkserver that hangs reads nothing, and is killed below.
         with contextlib.suppress(OSError):
             self._socket.send(STOP_FORKSERVER, socket.MSG_DONTWAIT)
-        self._hub.remove(self._socket.fileno(), self._socket.close)
+        self._hub.remove(self._socket, self._socket.close)
         self._outbox.close()
         if not self.ready:  # it imports, and reads no messages
             self.kill()
@@ -169,7 +169,7 @@ class ForkserverClient:
         except OSError:
             data = b""
         if not data:
-            self._hub.remove(self._socket.fileno())
+            self._hub.remove(self._socket)
             self._on_news(self, {"gone": True})
             return
         news = json.loads(data)

@@ -13,6 +13,8 @@ import socketserver
 import threading
 import time
 
+import pytest
+
 from tests.support.descriptors import no_descriptors
 from tests.support.waiting import wait_for
 from zero_agent.node.network import PatientServer
@@ -149,6 +151,56 @@ def test_the_connection_that_a_worker_has_made_last_gets_its_replies_whichever_i
         assert decode(last.makefile("rb").readline()) == Hello(rank=0, pid=0)
     channel.close()
     hub.close()
+
+
+def test_a_worker_that_gets_the_descriptor_of_one_that_is_hung_up_on_is_heard(
+    tmp_path, monkeypatch
+):
+    """The agent's thread hangs up while the hub's hears that the worker has ended."""
+    heard: queue.Queue[tuple[int, Message]] = queue.Queue()
+    hub = Hub()
+    channel = Channel(hub, tmp_path / "agent.sock", lambda *message: heard.put(message))
+    first, second = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    first.connect(channel.path)
+    first.sendall(encode(Hello(rank=0, pid=1)))
+    heard.get(timeout=60)
+    peer = channel._peers[0]
+    descriptor, remove = peer._connection.fileno(), hub.remove
+
+    def remove_later(*what: object) -> None:
+        if threading.current_thread() is not hub._thread:
+            first.shutdown(socket.SHUT_RDWR)
+            wait_for(lambda: peer._connection.fileno() < 0, 60, "its end is heard")
+            second.connect(channel.path)
+            second.sendall(encode(Hello(rank=1, pid=2)))
+            heard.get(timeout=60)
+            assert channel._peers[1]._connection.fileno() == descriptor
+        remove(*what)
+
+    monkeypatch.setattr(hub, "remove", remove_later)
+    peer.close()
+    monkeypatch.undo()
+    second.sendall(encode(Hello(rank=2, pid=2)))
+    assert heard.get(timeout=60) == (2, Hello(rank=2, pid=2))
+    channel.close()
+    hub.close()
+    first.close()
+    second.close()
+
+
+def test_a_call_behind_the_end_of_a_hub_writes_to_no_file_of_another():
+    hub, closed = Hub(), threading.Event()
+    number = hub._wake_write
+    hub.close()
+    reader, writer = os.pipe()
+    os.dup2(writer, number)
+    hub.remove(reader, closed.set)
+    os.set_blocking(reader, False)
+    with pytest.raises(BlockingIOError):
+        os.read(reader, 1)
+    assert closed.is_set()
+    for each in {reader, writer, number}:
+        os.close(each)
 
 
 def test_a_server_without_descriptors_answers_later_and_is_not_busy_meanwhile():
