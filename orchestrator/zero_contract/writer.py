@@ -61,13 +61,14 @@ class Writer:
             if data and self.full:
                 return False
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                # First: what a signal handler puts while it starts must not start a second one.
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
-                    thread.start()
+                    self._thread.start()
                 except RuntimeError:  # no thread can start any more: better blocking than never
+                    self._thread = None
                     write(data)
                     return True
-                self._thread = thread
             self._held.append((write, data))
             self._held_bytes += len(data)
             self._changed.notify_all()

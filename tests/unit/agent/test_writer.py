@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -48,6 +49,25 @@ def test_what_is_written_comes_in_order_and_no_more_is_held_than_the_limit():
     gate.open.set()
     assert pen.flush()
     assert gate.taken == [b"1234", b"5678", b"90"]
+
+
+def test_what_a_signal_handler_writes_while_the_first_write_begins_comes_once(monkeypatch):
+    gate, pen, start = Gate(), Writer("test"), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        start(thread)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: pen.put(gate.write, b"handler"))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            pen.put(gate.write, b"interrupted")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    gate.open.set()
+    assert pen.flush()
+    assert gate.taken == [b"handler", b"interrupted"]
 
 
 @contextlib.contextmanager
