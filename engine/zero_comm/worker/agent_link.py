@@ -187,6 +187,11 @@ class AgentLink:
         self.clients[number] = client
         return number
 
+    @property
+    def is_over(self) -> bool:
+        """Whether there were engines, and none is left."""
+        return self._joined > 0 and not self.clients
+
     def is_alone(self) -> bool:
         """Whether the script has one engine, and others only that it has destroyed."""
         return self._joined - self._left == 1
@@ -513,9 +518,14 @@ def preparing(what: str, part: float | None = None) -> None:
 
 
 def agent_link(rank: int) -> AgentLink:
-    """The link of this process, shared by all engines of its group as long as there is one."""
+    """The link of this process, shared by all engines of its group, until the last one is gone.
+
+    What is made before the first engine, as by `zero.Init`, shares it, too.
+    """
     global _link  # noqa: PLW0603 - it is the process that has one
-    if _link is None or not _link.clients or _link.group() is not dist.group.WORLD:
+    if _link is None or _link.is_over or _link.group() is not dist.group.WORLD:
+        if _link is not None and not _link.clients:  # engines that a script drops do not close it
+            _link.close()
         _link = AgentLink(rank)
         in_main_thread = threading.current_thread() is threading.main_thread()
         agent = _link.present and not _link.launched

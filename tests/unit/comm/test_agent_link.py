@@ -1,13 +1,16 @@
 """What a worker tells its agent about its steps."""
 
 import contextlib
+import signal
 import socket
 
+import pytest
 import torch
 from msgspec import structs
 
+from zero_comm.worker import agent_link
 from zero_comm.worker.agent_link import AgentLink
-from zero_contract.worker import Hello, Preparing, Progress, Saved, decode
+from zero_contract.worker import ENV_SOCKET, Hello, Preparing, Progress, Saved, decode
 from zero_engine.optim.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 
@@ -57,6 +60,36 @@ def test_an_agent_that_stands_still_for_any_time_loses_reports_and_not_its_worke
     steps = [one.step for one in told[1:]]
     assert steps == [*range(len(steps) - 1), 5000]
     assert len(steps) < 5000, "the socket was full"
+
+
+class Engine:
+    """A client of the link."""
+
+
+def test_a_process_has_one_connection_however_much_is_made_before_and_behind_its_engine(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(agent_link, "_link", None)
+    monkeypatch.setenv(ENV_SOCKET, str(tmp_path / "agent.sock"))
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)  # keeps its handler
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as agent:
+        agent.bind(str(tmp_path / "agent.sock"))
+        agent.listen()
+        links = [agent_link.agent_link(3) for _ in range(100)]  # as of the parameters of zero.Init
+        engine = Engine()
+        links[0].add(engine)
+        links.append(agent_link.agent_link(3))
+        assert all(link is links[0] for link in links)
+        del engine
+        after = agent_link.agent_link(3)
+        first, _ = agent.accept()
+        with first, first.makefile("rb") as lines:
+            assert [decode(line).rank for line in lines] == [3], "the first one is closed"
+        second, _ = agent.accept()
+        agent.setblocking(False)
+        with second, pytest.raises(BlockingIOError):
+            agent.accept()
+        after.close()
 
 
 def test_a_scheduler_that_is_made_for_a_number_of_steps_says_how_many_the_run_has(tmp_path):
