@@ -10,8 +10,9 @@ end. Then their recorded history is judged: every revision of their keys in etcd
 exit codes, the ledger of the samples, and the weights of every checkpoint on disk, compared with
 those of one plain process to which nothing has happened.
 
-Root is needed. Exit code 1: something does not hold, and the directory with all logs is kept;
-2: it did not run. Ctrl-C ends it early; then only what must hold at any time is judged.
+Root is needed. Exit code 1: something does not hold, and the directory with all logs is kept, as
+after a long stop of a job; 2: it did not run. Ctrl-C ends it early; then only what must hold at any
+time is judged.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ STARTS_S = 240.0
 """The time in which both jobs take their first steps."""
 LIVE_S = 300.0
 """Both jobs end within this time, and that of their steps, after the last fault (I6)."""
+LONG_S = 25.0
+"""No fault explains a longer time between two steps, not even a hang or the loss of all nodes."""
 STEP_S = 0.5
 """The time of a step at full speed, at most."""
 LOOK_S = 0.1
@@ -298,6 +301,11 @@ def main() -> None:
     show(story)
     if any(story.problems.values()):
         raise SystemExit(1)
+    gaps = (itertools.pairwise(at_s for at_s, *_ in steps) for steps in story.steps.values())
+    longest_s = max((later - earlier for earlier, later in itertools.chain(*gaps)), default=0.0)
+    if longest_s > LONG_S:
+        print(f"a job stood still for {longest_s:.0f} s, so the logs are kept")
+        return
     shutil.rmtree(directory)
 
 
