@@ -21,6 +21,7 @@ from tests.support.training import (
     DATASET_SIZE,
     DIVIDED,
     config,
+    divided,
     fingerprint,
     make_engine,
     run_micro_step,
@@ -249,6 +250,69 @@ def write_to_divided() -> tuple[set[str], tuple[Any, ...]]:
         run_micro_step(engine, step=True)
         assert all(bool(param.isnan().all()) for param in engine.module.parameters())
     return refused, fingerprint(engine)
+
+
+class Nothing(nn.Module):
+    """A block whose only parameter has no element, as an adapter of rank 0 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.none.sum()
+
+
+class Around(nn.Module):
+    """That block between two others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), Nothing(), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def train_around(
+    stage: int, name: str, trains: bool, load: str | None, save: str | None, offload: Any = None
+) -> str:
+    model = Around()
+    model.blocks[1].requires_grad_(trains)
+    settings = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
+    settings |= {"zero_optimization": divided(stage) | (offload or {})}
+    settings |= {"optimizer": {"type": name, "params": {"lr": 0.01}}}
+    engine, *_ = zero_deepspeed.initialize(model=model, config=settings)
+    if load:
+        engine.load_checkpoint(load)
+    until = engine.global_steps + 2
+    while engine.global_steps < until:
+        engine.backward(engine(torch.ones(2, 4) + engine.global_steps))
+        engine.step()
+    if save:
+        engine.save_checkpoint(save)
+    return engine.weight_hash()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("name", ["AdamW", "Lamb"])
+@pytest.mark.corners(name=["AdamW"], trains=[True])
+def test_a_block_without_elements_is_trained_saved_loaded_and_offloaded_as_any_other(
+    worlds: WorldPool, tmp_path: Path, name: str, trains: bool
+) -> None:
+    root = str(tmp_path / "root")
+    saved = worlds.run(2, train_around, 2, name, trains, None, root)
+    assert worlds.run(1, train_around, 0, name, trains, None, None) * 2 == saved
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    offload = {"offload_optimizer": nvme, "offload_param": nvme}
+    places = [(1, 0, None), (2, 1, None), (3, 2, None), (3, 3, None), (2, 3, offload)]
+    loaded = set[str]()
+    for world, stage, where in places:
+        loaded |= set(worlds.run(world, train_around, stage, name, trains, root, None, where))
+    assert len(loaded) == 1
 
 
 # ---- modules without their weights ----

@@ -79,7 +79,8 @@ def plan_layout(members: Sequence[tuple[str, torch.Size, int | None]]) -> UnitLa
     for fqn, shape, group in members:
         slots.append(Slot(fqn, shape, group, end, end + shape.numel()))
         end = round_up(slots[-1].stop, ALIGN)
-    return UnitLayout(tuple(slots), end)
+    # Padding alone, if no parameter has an element: nothing else need know such a unit.
+    return UnitLayout(tuple(slots), max(end, ALIGN))
 
 
 def unit_facts(spec: UnitSpec, world: int) -> UnitFacts:
