@@ -19,6 +19,7 @@ from tests.support.world import (
     one_of_stages,
     one_result,
 )
+from zero_contract.errors import ZeroError
 from zero_deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -121,6 +122,39 @@ def shares(stage: int) -> tuple[Any, Any, Any]:
             assert state.numel() == mine[0].numel()
         local.append([numbers(t) for t in (*mine, state)])
     return whole, local, engine._core.collectives.owners
+
+
+def counts(stage: int, name: str) -> list[tuple[float, float, str]]:
+    """The count of steps as it is seen whole and in a share, and why it cannot be set."""
+    engine = make_engine(config(stage, optimizer={"type": name}))
+    train(engine, 2)
+    found = []
+    for p in probes(engine):
+        seen = [
+            get(p, "step")
+            for get in (safe_get_full_optimizer_state, safe_get_local_optimizer_state)
+        ]
+        shown = [float(each) for each in seen]
+        for each in seen:
+            if isinstance(each, Tensor):
+                each.zero_()  # of a copy
+        told = ""
+        for change in (safe_set_full_optimizer_state, safe_set_local_optimizer_state):
+            with pytest.raises(ZeroError) as caught:
+                change(p, torch.tensor(9.0), "step")
+            told = str(caught.value)
+        found.append((shown[0], shown[1], told.split(" optimizer state ")[-1]))
+    return found
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Lamb"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.corners(name=["AdamW"], stage=[0, 3])
+def test_a_count_of_steps_is_seen_in_a_share_as_in_the_whole(
+    worlds: WorldPool, stage: int, name: str
+) -> None:
+    for rank in worlds.run(3, counts, stage, name):
+        assert rank == [(2.0, 2.0, "'step' to set; it has: exp_avg, exp_avg_sq")] * len(PROBES)
 
 
 # ---- changing them ----

@@ -10,6 +10,7 @@ parameters in the same order, between steps.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -160,8 +161,8 @@ class OwnedParam:
 
     def state(self, key: str) -> Any:
         """The optimizer's `key` for this parameter, whole; None if it has none (yet)."""
-        segment, value = self._find_state(key)
-        if segment is None or key not in elementwise_keys(segment, self._state_of(segment)):
+        value, divided = self._find_state(key)
+        if not divided:
             return value
         # A rank without a segment of this unit sends nothing, in the dtype of the others.
         own = [(each.start, self._state_of(each)[key]) for each in self._segments(self.unit)]
@@ -178,10 +179,13 @@ class OwnedParam:
             part.copy_(flat[start - self.slot.start : stop - self.slot.start])
 
     def state_share(self, key: str) -> Any:
-        """This rank's share of the optimizer's `key`; None if it has none (yet). Not collective."""
-        _, value = self._find_state(key)
-        if value is None:
-            return None
+        """This rank's share of the optimizer's `key`; None if it has none (yet). Not collective.
+
+        What has no elements of the parameter, such as a count of steps, is whole on every rank.
+        """
+        value, divided = self._find_state(key)
+        if not divided:
+            return value
         parts = [self._state_share(segment, key) for segment in self._segments(self.unit)]
         return parts[0].clone() if parts else value[:0]
 
@@ -202,21 +206,23 @@ class OwnedParam:
         return data[start - segment.start : stop - segment.start]
 
     def _need_state(self, key: str) -> None:
-        segment, _ = self._find_state(key)
-        known = elementwise_keys(segment, self._state_of(segment)) if segment else []
+        segments = self._segments(None)
+        known = {key for each in segments for key in elementwise_keys(each, self._state_of(each))}
         if key not in known:
             raise ZeroError(
                 f"{self.slot.fqn} has no optimizer state {key!r} to set; it has: "
-                f"{', '.join(known) or 'none before the first step'}"
+                f"{', '.join(sorted(known)) or 'none before the first step'}"
             )
 
-    def _find_state(self, key: str) -> tuple[Segment | None, Any]:
+    def _find_state(self, key: str) -> tuple[Any, bool]:
+        """A value of the key, and whether it has one for each element; else it is a copy."""
         # Of any unit of its param group: every rank has one, and so gives the same answer.
         for segment in self._segments(None):
-            value = self._state_of(segment).get(key)
-            if value is not None:
-                return segment, value
-        return None, None
+            state = self._state_of(segment)
+            if (value := state.get(key)) is not None:
+                divided = key in elementwise_keys(segment, state)
+                return value if divided else copy.deepcopy(value), divided
+        return None, False
 
     def _segments(self, unit: FlatUnit | None) -> list[Segment]:
         """This rank's segments of the parameter's group: of one unit, or of all."""
