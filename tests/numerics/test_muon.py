@@ -200,6 +200,30 @@ def test_on_shards_torchs_muon_is_torchs_muon(worlds: WorldPool) -> None:
                 torch.testing.assert_close(rank[name], value, rtol=0, atol=tolerance)
 
 
+def moved_after_a_load(stage: int) -> tuple[bool, bool]:
+    model = net()
+    optimizer = make_torchs(model)
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    engine, *_ = zero_deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    moved = []
+    for rate in (0.1, 0.0):
+        for group in optimizer.param_groups:
+            group.update(lr=rate, weight_decay=0.0)
+        before = engine.weight_hash()
+        engine.backward(engine(batch(0)).square().mean())
+        engine.step()
+        moved.append(engine.weight_hash() != before)
+        optimizer.load_state_dict(optimizer.state_dict())
+    return moved[0], moved[1]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_torchs_muon_has_the_rates_that_are_set_behind_a_load_of_its_state(
+    worlds: WorldPool, stage: int
+) -> None:
+    assert worlds.run(2, moved_after_a_load, stage) == [(True, False)] * 2
+
+
 def test_on_whole_parameters_torchs_muon_is_torchs_to_the_bit(worlds: WorldPool) -> None:
     torch.set_num_threads(1)
     model = net()

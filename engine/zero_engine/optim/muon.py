@@ -223,6 +223,8 @@ class MuonOfTorch(_Decayed):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step all parameters, then the given optimizer without any."""
+        # Its `load_state_dict` has put others in their places.
+        self.param_groups, self.state = self._given.param_groups, self._given.state
         loss = super().step(closure)
         # So that its hooks and its schedulers see every step.
         with only(self, ()):
