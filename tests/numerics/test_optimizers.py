@@ -14,8 +14,11 @@ from torch import Tensor, nn
 import zero_deepspeed
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldError, WorldPool
+from zero_engine.config import OptimizerConfig
 from zero_engine.optim.lamb import Lamb
 from zero_engine.optim.lion import Lion
+from zero_engine.optim.optimizers import make_optimizer
+from zero_engine.optim.whole import Itself
 from zero_step.record import name_of
 
 STAGES = (0, 1, 2, 3)
@@ -140,6 +143,30 @@ def test_lambs_step_is_the_papers_in_one_dimension() -> None:
     assert weight.tolist() == pytest.approx([3.0 - 0.5 * 5000 / 5001 * 5001 / 5000, 4.0], abs=1e-3)
 
 
+def test_lambs_step_behind_one_that_has_failed_half_way_is_what_it_would_have_been() -> None:
+    """A checkpoint is loaded between the two, which brings back weights and state."""
+    start, gradient = torch.tensor([3.0, 4.0]), torch.tensor([0.5, 0.1])
+    weights = []
+    for fails in (False, True):
+        weight = nn.Parameter(start * (1 + fails))
+        optimizer = Lamb([weight], lr=0.1)
+        if fails:
+            weight.grad, optimizer.whole = gradient.clone(), NoMemory()
+            with pytest.raises(MemoryError):
+                optimizer.step()
+            optimizer.whole, weight.data = Itself(), start.clone()
+            optimizer.state.clear()
+        weight.grad = gradient.clone()
+        optimizer.step()
+        weights.append(weight.tolist())
+    assert weights[0] == weights[1] != start.tolist()
+
+
+class NoMemory(Itself):
+    def direction(self, param: Tensor) -> Tensor | None:
+        raise MemoryError
+
+
 def test_a_copy_of_an_optimizer_steps_as_the_original_does() -> None:
     original = Lamb([nn.Parameter(torch.tensor([3.0, 4.0]))], lr=0.1)
     copied = copy.deepcopy(original)
@@ -192,22 +219,34 @@ def test_an_optimizer_that_cannot_be_made_is_named(
         worlds.run(1, hashes, optimizer)
 
 
-def test_adam_is_adamw_without_decay_as_in_deepspeed(worlds: WorldPool) -> None:
-    assert worlds.run(1, adam_options) == [[("AdamW", 0.0), ("AdamW", 0.0), ("Adam", 0.0)]]
+MOMENTS = {"betas": (0.9, 0.999), "eps": 1e-8}
+DEFAULTS: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
+    ("Adam", {}, "AdamW", {"lr": 1e-3, "weight_decay": 0.0} | MOMENTS),
+    ("Adam", {"bias_correction": True}, "AdamW", {"weight_decay": 0.0}),
+    ("Adam", {"adam_w_mode": False}, "Adam", {"weight_decay": 0.0} | MOMENTS),
+    ("Adam", {"adam_w_mode": False, "torch_adam": True}, "Adam", {"weight_decay": 0.0}),
+    ("Adam", {"torch_adam": True}, "AdamW", {"weight_decay": 0.01} | MOMENTS),
+    ("AdamW", {"torch_adam": False}, "AdamW", {"weight_decay": 0.0} | MOMENTS),
+    ("AdamW", {"torch_adam": True, "weight_decay": 0.3}, "AdamW", {"weight_decay": 0.3}),
+    ("AdamW", {"betas": ["0.9", 0.95]}, "AdamW", {"betas": (0.9, 0.95)}),
+    ("Adagrad", {}, "Adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0}),
+    ("Lion", {}, "Lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+    ("Lamb", {}, "Lamb", {"lr": 1e-3, "weight_decay": 0.0, "bias_correction": True} | MOMENTS),
+    ("Lamb", {}, "Lamb", {"max_coeff": 10.0, "min_coeff": 0.01}),
+    ("Muon", {}, "Muon", {"lr": 0.02, "momentum": 0.95, "ns_method": "gram", "weight_decay": 0}),
+]
+"""Type and params in the config, and the class and options that DeepSpeed makes of them."""
 
 
-def adam_options() -> list[tuple[str, float]]:
-    made = []
-    for optimizer in (
-        {"type": "Adam", "params": {"bias_correction": True, "torch_adam": True}},
-        {"type": "AdamW", "params": {"lr": "1e-4", "betas": ["0.9", 0.95]}},
-        {"type": "Adam", "params": {"adam_w_mode": False}},
-    ):
-        settings = {"train_micro_batch_size_per_gpu": 1, "optimizer": optimizer}
-        engine, *_ = zero_deepspeed.initialize(model=nn.Linear(2, 1), config=settings)
-        group = engine.optimizer.param_groups[0]
-        made.append((name_of(engine.optimizer), group["weight_decay"]))
-    return made
+@pytest.mark.parametrize(("name", "params", "made", "options"), DEFAULTS)
+def test_what_the_config_leaves_out_is_as_in_deepspeed(
+    name: str, params: dict[str, Any], made: str, options: dict[str, Any]
+) -> None:
+    optimizer = make_optimizer(None, OptimizerConfig(type=name, params=params), None, net())
+    assert optimizer is not None
+    assert name_of(optimizer) == made
+    group = optimizer.param_groups[0]
+    assert {key: group[key] for key in options} == options
 
 
 # ---- schedules ----

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ class Lamb(LooksAtWhole):
         """Restore a copy; between steps no norms are kept."""
         super().__setstate__(state)
         self._measured = defaultdict(list)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step on every parameter that has a gradient."""
+        self._measured.clear()  # of a step that has failed half way
+        return super().step(closure)
 
     def direct(self, param: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Put Adam's direction, without bias correction, in the gradient's place."""

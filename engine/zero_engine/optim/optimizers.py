@@ -146,13 +146,14 @@ def _from_config(config: OptimizerConfig, parameters: Parameters) -> torch.optim
     _check(cls)
     params = _params(config)
     if name in ("adam", "adamw"):
-        # DeepSpeed's Adam in torch's terms: both names are AdamW, without decay by default.
-        params.pop("torch_adam", None)  # DeepSpeed's choice of kernel; there is one here
+        # DeepSpeed's Adam in torch's terms: both names are AdamW. Its own has no decay by default;
+        # with "torch_adam" it makes torch's class as it is.
+        own = {} if params.pop("torch_adam", False) else {"weight_decay": 0.0}
         if not params.pop("bias_correction", True):
             raise ConfigError("optimizer.params.bias_correction: Adam is always corrected here")
         decoupled = params.pop("adam_w_mode", True) or name == "adamw"
         cls = torch.optim.AdamW if decoupled else torch.optim.Adam
-        params = {"weight_decay": 0.0, **params}
+        params = own | params
     if params.pop("max_grad_norm", 0):
         raise ConfigError("optimizer.params.max_grad_norm: write it as gradient_clipping")
     # One kernel for each segment, on CPUs as well; torch refuses it beside foreach.
