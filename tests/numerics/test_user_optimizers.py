@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,58 @@ def initialize_with_a_lamb_of_others() -> None:
     model = make_model()
     stranger = FusedLAMB(model.parameters(), lr=0.1)
     zero_deepspeed.initialize(model=model, optimizer=stranger, config=settings)
+
+
+class Lomo(torch.optim.Optimizer):
+    """Steps in hooks of the gradients, and has no step() of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+
+class Wraps:
+    """No optimizer by its class."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = torch.optim.SGD(params, lr=0.1)
+
+    def step(self) -> None:
+        self.inner.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Shares the param groups of the optimizer by which it steps, and not its state."""
+
+    def __init__(self, params: Any) -> None:
+        self.fast = torch.optim.Adam(params)
+        super().__init__(self.fast.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.fast.step()
+
+
+def initialize_with_an_object_of(make: Callable[[Any], Any]) -> str:
+    settings, model = config(), make_model()
+    del settings["optimizer"]
+    with pytest.raises(ConfigError) as caught:
+        zero_deepspeed.initialize(model=model, optimizer=make(model.parameters()), config=settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "told", "instead"),
+    [
+        (Lomo, "Lomo has no step(): it acts within the backward", 'use "adafactor", "muon" or "li'),
+        (Wraps, "Wraps is no torch.optim.Optimizer", "give the optimizer that it wraps"),
+        (Lookahead, "Lookahead steps by another one, Adam, in its attribute fast", "give that one"),
+    ],
+)
+def test_an_object_that_the_engine_cannot_step_or_save_is_refused_with_what_to_use_instead(
+    worlds: WorldPool, make: Callable[[Any], Any], told: str, instead: str
+) -> None:
+    for refused in worlds.run(2, initialize_with_an_object_of, make):
+        assert told in refused
+        assert instead in refused
 
 
 @of_stages

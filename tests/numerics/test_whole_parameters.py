@@ -22,6 +22,8 @@ from tests.support.world import (
     one_of_stages,
     one_result,
 )
+from zero_checkpoint import find
+from zero_checkpoint.errors import CheckpointError
 from zero_contract.errors import ZeroError
 from zero_deepspeed.utils import (
     safe_get_full_optimizer_state,
@@ -234,6 +236,38 @@ def lend_the_device(stage: int) -> str:
 def test_states_can_be_moved_away_for_a_while(worlds: WorldPool) -> None:
     lent = {digest for stage in (1, 3) for digest in worlds.run(2, lend_the_device, stage)}
     assert lent == set(worlds.run(1, trained_hash, 3))
+
+
+class Counts(Signs):
+    """Keeps a number that belongs to no parameter, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] = self.state.get("k", 0) + 1
+        super().step(closure)
+
+
+def save_counts(root: str, whole: bool) -> str:
+    settings = config(1)
+    del settings["optimizer"]
+    model = make_model()
+    counts = Counts(param_groups(model))
+    counts.needs_whole_parameters = whole
+    engine = make_engine(settings, model=model, optimizer=counts, model_parameters=None)
+    train(engine, 1)
+    with pytest.raises(CheckpointError) as caught:
+        engine.save_checkpoint(root)
+    train(engine, 2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_save_without_the_state_of_no_parameter_is_refused_by_its_name(
+    worlds: WorldPool, tmp_path: Path, whole: bool
+) -> None:
+    """A run that resumed would begin it again."""
+    for refused in worlds.run(2, save_counts, str(tmp_path), whole):
+        assert "optimizer Counts keeps 'k' in its state, which belongs to no parameter" in refused
+    assert not find(tmp_path).candidates
 
 
 # ---- where state can rest ----

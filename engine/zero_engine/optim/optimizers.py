@@ -64,6 +64,7 @@ _KNOWN = ("torch.optim.", "zero_engine.", "zero_deepspeed.")
 
 _AT_ONCE = "looks at all parameters at once", "an elementwise one, such as AdamW"
 _OURS = 'that of the config, which works on shards: {{"type": "{}"}}'
+_LITTLE_STATE = '"adafactor", "muon" or "lion" of the config, which keep little state on each rank'
 _REFUSED = {
     _AT_ONCE: "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD Prodigy",
     ("calls the model again within a step, and sees all parameters as one vector", _AT_ONCE[1]): (
@@ -72,10 +73,9 @@ _REFUSED = {
     ("takes sparse gradients, and those here are dense", "Adam or AdamW"): "SparseAdam",
     (_AT_ONCE[0], _OURS.format("lamb")): "FusedLAMB FusedMixedPrecisionLamb LAMB Lamb",
     ("divides parameters among the ranks by itself", _OURS.format("muon")): "Muon MuonWithAuxAdam",
-    (
-        "keeps what no checkpoint can hold",
-        '"adafactor", "muon" or "lion" of the config, which keep little state on each rank',
-    ): "GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit FusedNovoGrad",
+    ("keeps what no checkpoint can hold", _LITTLE_STATE): (
+        "GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit FusedNovoGrad"
+    ),
 }
 _WHY_NOT = {name: why for why, names in _REFUSED.items() for name in names.split()}
 """Class -> why it cannot be used, and what to use instead."""
@@ -105,6 +105,11 @@ def make_optimizer(
         parameters = [p for p in model.parameters() if p.requires_grad]
     if isinstance(given, torch.optim.Optimizer):
         optimizer = given
+    elif given is not None and not callable(given):
+        raise ConfigError(
+            f"optimizer: {type(given).__name__} is no torch.optim.Optimizer, nor a callable that "
+            "makes one; give the optimizer that it wraps, or one whose class inherits from it"
+        )
     elif given is not None:
         optimizer = given(parameters)
     elif config is not None:
@@ -114,6 +119,7 @@ def make_optimizer(
     else:
         return None
     _check(type(optimizer), getattr(optimizer, NEEDS_WHOLE, None))
+    _check_alone(optimizer)
     return optimizer
 
 
@@ -211,6 +217,25 @@ def _check(cls: type, says: Any = None) -> None:
         return
     others = "" if cls.__module__.startswith("torch.") else _SAY_SO
     raise ConfigError(f"optimizer {cls.__name__} {why_not[0]}; use {why_not[1]}{others}")
+
+
+def _check_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse one that steps within the backward, or by another optimizer."""
+    name = type(optimizer).__name__
+    if type(optimizer).step.__module__ == torch.optim.Optimizer.__module__:
+        raise ConfigError(
+            f"optimizer {name} has no step(): it acts within the backward, as LOMO does, where the "
+            f"gradients of other ranks are not there; use {_LITTLE_STATE}"
+        )
+    for attribute, value in vars(optimizer).items():
+        parts = value.values() if isinstance(value, dict) else value
+        for part in parts if isinstance(value, dict | list | tuple) else [value]:
+            if isinstance(part, torch.optim.Optimizer) and part.state is not optimizer.state:
+                raise ConfigError(
+                    f"optimizer {name} steps by another one, {type(part).__name__}, in its "
+                    f"attribute {attribute}: no checkpoint would have the state of that, and the "
+                    "engine divides the parameters of the outer one alone; give that one itself"
+                )
 
 
 def trained_groups(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> dict[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from zero_checkpoint import Manifest
-from zero_checkpoint.errors import ModelMismatch
+from zero_checkpoint.errors import CheckpointError, ModelMismatch
 from zero_checkpoint.format.match import resolve
 from zero_checkpoint.format.pieces import BUFFER, OTHER, PARAM, Piece, State, TensorId, TensorInfo
 from zero_checkpoint.format.table import Pieces, TensorTable, table_of, uncollected
@@ -71,8 +71,15 @@ class EngineState:
         """The state to save; the pieces are views, `meta` is a copy as of now."""
         groups: list[dict[str, Any]] = []
         if self.core.zero is not None and self._optimizer is not None:
-            records = self._optimizer.records()
-            params = self.core.zero.optimizer.param_groups
+            optimizer, records = self.core.zero.optimizer, self._optimizer.records()
+            # As torch's state_dict has it.
+            if of_none := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+                raise CheckpointError(
+                    f"optimizer {type(optimizer).__name__} keeps {of_none[0]!r} in its state, "
+                    "which belongs to no parameter, so no checkpoint has a place for it: let it be "
+                    "an option of the param groups, which are saved, or use another optimizer"
+                )
+            params = optimizer.param_groups
             for (named, frozen), group, record in zip(self._groups(), params, records, strict=True):
                 options = {
                     key: plain(value, f"param group option {key}")
