@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -185,6 +185,9 @@ Ordered = TypeVar("Ordered", bound=Order)
 class PositionLoader(ABC, Generic[Ordered]):
     """A loader of one run: a `Feed` whose batches are in `order`."""
 
+    drawn: ClassVar[int] = 0
+    """The seed of what the process does with the batch that a loop has drawn last; 0: none has."""
+
     def __init__(self, order: Ordered, cursor: Cursor, seed: int) -> None:
         self.order = order
         self._cursor = cursor
@@ -300,6 +303,7 @@ class PositionLoader(ABC, Generic[Ordered]):
         finally:
             if self._newest is iteration:
                 self._iterates, self._cursor.loop, self.comes_back = False, None, False
+                PositionLoader.drawn = 0
 
     def _until(self, until: int, iteration: object) -> Iterator[Any]:
         """The batches of an iteration from the position to the end of an epoch."""
@@ -331,5 +335,6 @@ class PositionLoader(ABC, Generic[Ordered]):
         """Begin the random numbers of what the script does with the next batch."""
         ticket = self.draws.next
         if ticket is not None and not self.elsewhere:  # where another batch may be run now
+            PositionLoader.drawn = ticket.loop_seed
             seed_everything(ticket.loop_seed)
             seed_generators(self.of_loop, ticket.loop_seed)

@@ -23,7 +23,7 @@ from zero_data.global_batch import (
     strided,
 )
 from zero_data.ledger import Ledger
-from zero_data.position_loader import Feed
+from zero_data.position_loader import Feed, PositionLoader
 from zero_engine.layout import Layout
 from zero_engine.offload_states import MovedStates
 from zero_engine.optim.as_given import AsGiven
@@ -93,6 +93,8 @@ class Run:
     """The samples per step in the run of the loaded checkpoint; None if none was loaded."""
     hardware_changed: bool = False
     """Whether the loaded checkpoint was made on other hardware."""
+    _since: tuple[int, int, int] = 0, 0, 0
+    """The batch of another loop that is run now, by its seed, and step and micro-step then."""
 
     def plan(self) -> StepPlan:
         """The current or next step; the largest that it can be, if the script ends it."""
@@ -136,6 +138,23 @@ class Run:
     def _is_planned(self) -> bool:
         # Only batches that the engine hands out are run by whom it chooses.
         return self.managed and self.loader is not None
+
+    @property
+    def drawn(self) -> int:
+        """Without a loader, the seed of the batch that the loop of another training runs; or 0."""
+        return 0 if self.loader is not None else PositionLoader.drawn
+
+    def place(self) -> tuple[int, ...]:
+        """What the random numbers of a forward follow from, beside the seed of the run."""
+        cursor = self.cursor
+        if not self.drawn:
+            return cursor.step, self.microbatch().index
+        # A generator may be trained in some steps of that loop only: there its own micro-batch
+        # stands, and is another one on each rank.
+        if self.drawn != self._since[0]:
+            self._since = self.drawn, cursor.step, cursor.micro
+        _, step, micro = self._since
+        return cursor.step, self.drawn, max(0, cursor.micro - micro * (cursor.step == step))
 
     def adopt_batch(self, batch: BatchShape) -> None:
         """Continue with the batch of a checkpoint."""

@@ -108,6 +108,48 @@ def test_a_gan_with_two_losses_a_step_trains_as_in_plain_torch_at_every_stage(
                 torch.testing.assert_close(mine, theirs)
 
 
+# ---- random numbers ----
+
+
+class Noisy(Mlp):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return F.dropout(super().forward(inputs))
+
+
+def train_on_the_judges_batches(every: int) -> list[str]:
+    """Each batch draws noise, and the generator is trained in every second step of the judge."""
+    settings = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    numbers = torch.Generator().manual_seed(0)
+    judge, _, loader, _ = zero_deepspeed.initialize(
+        model=Mlp(1, seed=2), training_data=torch.randn(48, 4, generator=numbers), config=settings
+    )
+    generator, *_ = zero_deepspeed.initialize(model=Noisy(4, seed=1), config=settings)
+    for real in loader:
+        with torch.no_grad():
+            fake = generator(torch.randn(2, 4))
+        between = torch.lerp(fake, real, torch.rand(2, 1))
+        judge.backward(judge(real).mean() - judge(fake).mean() + judge(between).square().mean())
+        if judge.global_steps % every == every - 1:
+            generator.backward(-judge.module(generator(torch.randn(2, 4))).mean())
+            generator.step()
+        judge.step()
+    return [judge.weight_hash(), generator.weight_hash()]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.corners(every=[2])
+def test_a_generator_that_is_trained_in_some_steps_draws_the_same_at_every_world_size(
+    worlds: WorldPool, every: int
+) -> None:
+    (alone,) = worlds.run(1, train_on_the_judges_batches, every)
+    for world in (2, 4):
+        assert worlds.run(world, train_on_the_judges_batches, every) == [alone] * world
+
+
 # ---- several losses of one micro-batch ----
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,6 +66,18 @@ def run_again(engine: Engine, x: Tensor) -> None:
     x.requires_grad_()
     first, second = (checkpoint(engine, x, use_reentrant=False) for _ in range(2))
     engine.backward(first.square().mean() + second.abs().mean())
+
+
+def used_twice(engine: Engine, x: Tensor, run: Callable[..., Tensor] | None = None) -> None:
+    """The second loss needs the first forward as well, and has one of its own behind it."""
+    forward = run or engine
+    first = forward(x.requires_grad_())
+    engine.backward(first.square().mean(), retain_graph=True)
+    engine.backward((first * forward(x)).mean())
+
+
+def used_twice_and_run_again(engine: Engine, x: Tensor) -> None:
+    used_twice(engine, x, partial(checkpoint, engine, use_reentrant=False))
 
 
 def put_back(engine: Engine, x: Tensor) -> None:
@@ -133,6 +146,14 @@ def test_a_forward_that_is_run_again_draws_what_it_has_drawn(
 ) -> None:
     expected = worlds.run(world, trained, 0, together)
     assert worlds.run(world, trained, 0, use) == expected
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_forward_draws_what_it_has_drawn_in_the_backward_of_every_loss(
+    worlds: WorldPool, world: int
+) -> None:
+    expected = worlds.run(world, trained, 0, used_twice)
+    assert worlds.run(world, trained, 0, used_twice_and_run_again) == expected
 
 
 def masks() -> list[bool]:

@@ -101,8 +101,8 @@ class MicroSteps:
         """The last batch that was drawn when the current micro-step began."""
         self.begun: tuple[int, ...] | None = None
         """The micro-step whose forwards have begun random numbers; None: there is none."""
-        self._seed, self._found = 0, torch.empty(0, dtype=torch.uint8)
-        """How they began, and the state of those of torch that was found then."""
+        self._began: list[tuple[bytes, int]] = [(b"", 0)]
+        """How the last few began: the state of those of torch that was found, and the seed."""
         self._options = OptionsOfStep(core.zero.optimizer) if core.zero is not None else None
         self._checked: tuple[BatchShape, int] | None = None
         self._told: set[str] = set()
@@ -118,20 +118,20 @@ class MicroSteps:
 
     def begin_forward(self) -> int | None:
         """The seed of a forward; None: its random numbers go on from where they are."""
-        found, inside = torch.get_rng_state(), torch._C._current_graph_task_id() != -1
+        found = bytes(torch.get_rng_state().numpy())
+        inside = torch._C._current_graph_task_id() != -1
         if not inside and self._core.reducer is not None:
             self._core.reducer.discard_failed()  # what failed is tried again, with its numbers
-        # Activation checkpointing runs one again in a backward, and puts back what it has found; a
-        # script may do the same.
+        # Activation checkpointing runs one again in a backward, and puts back what it has found.
         if inside or self.begun == self._now():
-            return self._seed if torch.equal(found, self._found) else None
-        place = self._run.cursor.step, self._run.microbatch().index
+            return dict(self._began).get(found)
         # Behind a backward there may be the numbers of the step (`behind_last`), by world size.
+        place = self._run.place()
         seed = mix(self._core.layout.config.seed, *place, *[1] * self._has_loss)
-        if seed != self._seed:  # else what is found may be where the first one has come to
-            self._seed, self._found = seed, found
+        if seed != self._began[-1][1]:  # else what is found may be where the first one has come to
+            self._began = [*self._began[-7:], (found, seed)]
         self.begun = None
-        return self._seed
+        return seed
 
     def end_forward(self) -> None:
         """Note that a forward has not failed."""
@@ -140,7 +140,7 @@ class MicroSteps:
     def _now(self) -> tuple[int, ...]:
         cursor, reducer = self._run.cursor, self._core.reducer
         failed = reducer.failed if reducer is not None else 0
-        return cursor.moves, cursor.step, cursor.micro, self._has_loss, failed
+        return cursor.moves, cursor.step, cursor.micro, self._run.drawn, self._has_loss, failed
 
     # ---- before backward ----
 
