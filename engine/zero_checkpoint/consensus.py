@@ -75,8 +75,8 @@ class StoreConsensus:
             store: Shared by all ranks; wrap it in a PrefixStore of this group.
             rank: This rank, 0 <= rank < world.
             world: The number of ranks that vote.
-            timeout_s: The time that rank 0 waits for all votes of one question, and the further
-                time that the others wait for its verdict.
+            timeout_s: The time that rank 0 waits for all votes of one question. The others wait
+                twice as long for its verdict, and as long again once rank 0 has their votes.
             on_wait: Called between looks at the store; may raise to leave a broken group, for
                 example on a message of the agent.
             key: Signs the records of the ranks of this group. None if no agent has given them one.
@@ -107,8 +107,8 @@ class StoreConsensus:
         """
         question = self._next_question()
         if self.rank != COORDINATOR:
-            self._put(f"{question}/{self.rank}", vote)
-            return self._await_verdict(question)
+            names = self._put(f"{question}/{self.rank}", vote)
+            return self._await_verdict(question, lambda: self._delete(names[:1]))
         others = {f"{question}/{rank}": rank for rank in range(self.world) if rank != COORDINATOR}
         keys = list(others)
         votes: dict[str, Record] = {}
@@ -143,8 +143,8 @@ class StoreConsensus:
             for key in missing:
                 with suppress(_Unsigned):  # a stranger's; the rank's own may still replace it
                     record, names = self._get(key)
-                    self._delete(names)
-                    votes[key] = record
+                    if self._delete(names):  # or its rank has given up, and taken it back
+                        votes[key] = record
         return all(key in votes for key in keys)
 
     def _publish(self, question: str, verdict: Record, *, waits: bool = True) -> Record:
@@ -160,7 +160,8 @@ class StoreConsensus:
                 self._published = []
         return verdict
 
-    def _await_verdict(self, question: str) -> Record:
+    def _await_verdict(self, question: str, take_back: Callable[[], bool] = lambda: True) -> Record:
+        """Rank 0's verdict; `take_back` withdraws this rank's vote, unless rank 0 has it."""
         # Rank 0 may wait for votes up to its own limit before it begins to judge.
         limit_s = 2 * self._timeout_s
         verdict: dict[str, Record] = {}
@@ -172,7 +173,10 @@ class StoreConsensus:
                     verdict[question], _ = self._get(question)
             return question in verdict
 
-        if not self._await(has_arrived, limit_s):
+        # No verdict counts the vote of a rank that gives up. Once rank 0 has it, rank 0 judges.
+        if not self._await(has_arrived, limit_s) and (
+            take_back() or not self._await(has_arrived, limit_s)
+        ):
             raise CheckpointError(
                 f"rank {self.rank}: no verdict from rank {COORDINATOR} within {limit_s:g} s; "
                 "it has died or its storage stalls; raise timeout_s if it is only slow"
@@ -265,11 +269,12 @@ class StoreConsensus:
         # Counts as not there yet: the rank's own record may still come.
         raise _Unsigned(key)
 
-    def _delete(self, keys: Iterable[str]) -> None:
+    def _delete(self, keys: Iterable[str]) -> bool:
+        """Delete keys; returns whether the first of them was there."""
         # A job saves for weeks into one rank's TCPStore, whose memory is freed by nothing else.
         with _store_errors():
-            for key in keys:
-                self._store.delete_key(key)
+            first, *_ = [self._store.delete_key(key) for key in keys]
+        return first
 
 
 class _Unsigned(Exception):

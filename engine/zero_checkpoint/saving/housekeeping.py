@@ -21,7 +21,7 @@ from zero_checkpoint.saving.retention import Best, abandoned, check_policy, expi
 _log = logging.getLogger(__name__)
 
 _DEAD_AFTER_S = 3600.0
-"""Longer than any rank waits for another in a save (`StoreConsensus`, 20 minutes)."""
+"""Longer than any rank waits for another in a save (`StoreConsensus`, 40 minutes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

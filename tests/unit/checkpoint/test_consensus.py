@@ -52,6 +52,43 @@ def test_a_silent_rank_0_ends_the_wait_of_the_others():
     assert "rank 1: no verdict from rank 0 within 0.1 s" in str(error)
 
 
+def test_a_rank_that_gives_up_is_in_no_verdict_so_that_no_save_succeeds_on_some_ranks_alone():
+    given_up = threading.Event()
+
+    def work(consensus):
+        if consensus.rank == 1:
+            try:
+                return consensus.ask({}, dict)
+            finally:
+                given_up.set()
+        assert given_up.wait(60)
+        return consensus.ask({}, lambda votes: {"missing": ["problem" in v for v in votes]})
+
+    verdict, error = on_ranks(2, work, timeout_s=0.05)
+    assert isinstance(error, CheckpointError)
+    assert verdict == {"missing": [False, True]}
+
+
+def test_a_rank_whose_vote_counts_does_not_give_up_while_rank_0_judges():
+    refused = threading.Event()
+
+    def work(consensus):
+        if consensus.rank == 0:
+            return consensus.ask({}, lambda votes: {"of": len(votes), "late": refused.wait(60)})
+        take_back = consensus._delete
+
+        def tell(keys):
+            try:
+                return take_back(keys)
+            finally:
+                refused.set()
+
+        consensus._delete = tell
+        return consensus.ask({}, dict)
+
+    assert on_ranks(2, work, timeout_s=1.0) == [{"of": 2, "late": True}] * 2
+
+
 def test_a_long_job_leaves_next_to_nothing_in_the_store():
     store = HashStore()
     before = store.num_keys()
