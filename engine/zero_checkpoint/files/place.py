@@ -6,8 +6,10 @@ accepted only if it can create an object that must not exist yet, because that i
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeAlias
@@ -23,6 +25,9 @@ Place: TypeAlias = Path | ObjectPath
 
 _URL = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL)
 _FLATTENED = re.compile(r"(?P<protocol>[a-z][a-z0-9+.-]*):/[^/]")
+
+
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EBADF, errno.ELOOP})
 
 
 class NoPlace(CheckpointError, ValueError):
@@ -77,6 +82,28 @@ def place(where: str | os.PathLike[str] | ObjectPath) -> Place:
             f"{text}: {error}; run: pip install 'zero-elastic[{extra}]'"
         ) from error
     return path
+
+
+def exists(path: Place) -> bool:
+    """Whether there is anything. Raises OSError, as `is_dir` does, if that cannot be told."""
+    return path.exists() if isinstance(path, ObjectPath) else _mode(path) != 0
+
+
+def is_dir(path: Place) -> bool:
+    """Whether there is a directory."""
+    return path.is_dir() if isinstance(path, ObjectPath) else stat.S_ISDIR(_mode(path))
+
+
+def _mode(path: Path) -> int:
+    """The mode of what is there; 0: nothing is."""
+    # Not by pathlib, which takes every error for "no" from Python 3.14 on: if its storage fails,
+    # a run would start from scratch.
+    try:
+        return path.stat().st_mode
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        return 0
 
 
 def open_source(path: Place, ahead: Fetches | None = None) -> AbstractContextManager[Source]:

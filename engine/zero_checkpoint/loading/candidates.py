@@ -16,7 +16,7 @@ from pathlib import Path
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.local_file import patiently
 from zero_checkpoint.files.object_disk import disk_of
-from zero_checkpoint.files.place import Place, place
+from zero_checkpoint.files.place import Place, exists, is_dir, place
 from zero_checkpoint.files.storage import REMOVED
 from zero_checkpoint.format.manifest import MANIFEST, NAME, QUARANTINE, Manifest, age
 from zero_checkpoint.format.parse import (
@@ -108,14 +108,14 @@ def _newest_first(root: Place) -> list[Place]:
             f"{root} is one checkpoint; give the directory above, {real.parent}, and its name as "
             "the tag"
         )
-    if real.exists() and not real.is_dir():
+    if exists(real) and not is_dir(real):
         raise CheckpointError(f"{root}: this is a file; give a directory of checkpoints")
-    entries = root.iterdir() if root.is_dir() else ()
+    entries = root.iterdir() if is_dir(root) else ()
     # A link is a tag that leads to a checkpoint, whose directory is listed as well.
     directories = [
         path
         for path in entries
-        if path.is_dir() and not (isinstance(path, Path) and path.is_symlink())
+        if is_dir(path) and not (isinstance(path, Path) and path.is_symlink())
     ]
     # By names: a manifest is read only when its checkpoint is looked at.
     return sorted(directories, key=_age, reverse=True)
@@ -125,7 +125,7 @@ def examine(path: Place) -> Candidate | Rejected:
     """One directory as a candidate, or why it is none; raises OSError as `find`."""
     if not NAME.fullmatch(path.name):
         return Rejected(path, Why.OTHER, f"{path}: not the name of a checkpoint")
-    if (path / QUARANTINE).exists():
+    if exists(path / QUARANTINE):
         try:
             marked = (path / QUARANTINE).read_text(errors="replace").partition("\n")[0]
         except OSError as error:  # it is marked all the same, for an unknown reason
@@ -157,11 +157,7 @@ def is_ours(name: str) -> bool:
 def committed(root: Place) -> Iterator[Place]:
     """The directories with a manifest and no quarantine, newest first, by name alone."""
     for path in _newest_first(root):
-        if (
-            NAME.fullmatch(path.name)
-            and (path / MANIFEST).exists()
-            and not (path / QUARANTINE).exists()
-        ):
+        if NAME.fullmatch(path.name) and exists(path / MANIFEST) and not exists(path / QUARANTINE):
             yield path
 
 

@@ -22,7 +22,7 @@ from itertools import chain
 
 from zero_checkpoint.consensus import COORDINATOR, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint, ModelMismatch
-from zero_checkpoint.files.place import Place
+from zero_checkpoint.files.place import Place, exists, is_dir
 from zero_checkpoint.format.manifest import MANIFEST, Manifest, age
 from zero_checkpoint.format.parse import ManifestError, parse
 from zero_checkpoint.format.pieces import State
@@ -169,7 +169,7 @@ def _manifest(offered: _Offered, offer: Record, search: _Search) -> Manifest:
     if search.manifest is not None:
         return search.manifest
     path = offered.path / MANIFEST
-    if isinstance(offered, _OnDisk) and not path.exists():
+    if isinstance(offered, _OnDisk) and not exists(path):
         raise CheckpointError(
             f"rank {COORDINATOR} sees it, this rank does not; "
             f"put {offered.path.parent} on storage that all nodes share"
@@ -319,7 +319,7 @@ class _Search:
             }
         foreign = ""
         with suppress(OSError):  # this is no reason to fail
-            foreign = hint(self.root) if self.root.is_dir() else ""
+            foreign = hint(self.root) if is_dir(self.root) else ""
         if self.tag is None:
             if foreign:  # the run starts from nothing, which its user may not expect
                 _log.warning("%s: there are no checkpoints here%s", self.root, foreign)

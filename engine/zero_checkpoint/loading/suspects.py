@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from zero_checkpoint.files.place import Place, open_again
+from zero_checkpoint.files.place import Place, exists, open_again
 from zero_checkpoint.format.manifest import MANIFEST
 from zero_checkpoint.format.parse import ManifestError
 from zero_checkpoint.loading.candidates import quarantine, read_manifest
@@ -73,5 +73,5 @@ def _is_damaged(found: Suspect) -> bool:
         if error.errno not in DAMAGE:
             raise
         # A missing file is damage, unless the whole checkpoint has been deleted meanwhile.
-        return found.path.exists()
+        return exists(found.path)
     return bool(missing) or xxhash.xxh3_64_intdigest(block) != file.digests[found.block]

@@ -28,7 +28,7 @@ from pathlib import Path
 from zero_checkpoint.consensus import COORDINATOR, Judge, Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
 from zero_checkpoint.files.object_disk import disk_of
-from zero_checkpoint.files.place import Place
+from zero_checkpoint.files.place import Place, exists, is_dir
 from zero_checkpoint.files.storage import Disk
 from zero_checkpoint.files.writer import Image, LiveImage, write_file
 from zero_checkpoint.format.layout import FileLayout, block_bytes_for, lay_out
@@ -138,7 +138,7 @@ def save(
         verdict = vote(consensus, write, judge, where=path, on_part=on_part)
     except KeyboardInterrupt:
         # With other ranks, or once committed, the attempt must not be undone from here.
-        if consensus.world == 1 and not (directory / MANIFEST).exists():
+        if consensus.world == 1 and not exists(directory / MANIFEST):
             withdraw(directory, disk)
         raise
     if "problem" in verdict and not (verdict.get("unknown") or verdict.get("written")):
@@ -213,7 +213,7 @@ def _check_runs(root: Place) -> None:
 def _as_opened(own: Place, first: str, name: str) -> Place:
     """The root that this rank writes to: its own, or rank 0's, which has made `name` in it."""
     # Scripts name directories after the time, which ranks read at different moments.
-    if not isinstance(own, Path) or (own / name).is_dir() or not Path(first, name).is_dir():
+    if not isinstance(own, Path) or is_dir(own / name) or not is_dir(Path(first, name)):
         return own
     _log.warning(
         "save_checkpoint(%r): rank 0 has named %s, and its directory is used; name a directory "

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.place import Place
+from zero_checkpoint.files.place import Place, exists, is_dir
 from zero_checkpoint.format.manifest import MANIFEST, TOMBSTONE
 from zero_checkpoint.loading.candidates import Rejected, examine, find
 from zero_checkpoint.loading.ownership import refusal
@@ -64,9 +64,7 @@ def tidy(root: Place, committed: Place, keep: Keep) -> None:
         for path in root.iterdir():
             manifest = path / MANIFEST
             # A tombstone has the manifest's name: what is longer is a manifest.
-            if path.is_dir() and not (
-                manifest.exists() and manifest.stat().st_size > len(TOMBSTONE)
-            ):
+            if is_dir(path) and not (exists(manifest) and manifest.stat().st_size > len(TOMBSTONE)):
                 entry = examine(path)
                 rejected += [entry] if isinstance(entry, Rejected) else []
         # By the clock of the storage, which dates those directories, too.

@@ -12,7 +12,7 @@ import numpy as np
 
 from zero_checkpoint.consensus import Record
 from zero_checkpoint.errors import CheckpointError
-from zero_checkpoint.files.place import Place
+from zero_checkpoint.files.place import Place, exists
 from zero_checkpoint.files.storage import REMOVED, Disk
 from zero_checkpoint.format.fragments import COLUMNS, check_cover, from_lists
 from zero_checkpoint.format.layout import FileLayout
@@ -174,7 +174,7 @@ def publish(attempt: Attempt, fence: Fence | None) -> None:
         # A store whose quorum was lost may come back when other nodes have begun a new one from
         # the newest checkpoint here: what it grants is the job's no more (`store.succession`).
         store = os.environ.get(contract.ENV_STORE)
-        if store and (heir := directory.parent / heir_of(store)).exists():
+        if store and exists(heir := directory.parent / heir_of(store)):
             raise CommitRefused(f"the job has a new store, which {heir} names")
     # From here on the checkpoint may exist: all that it names is durable, and the fence has agreed.
     final = directory / MANIFEST

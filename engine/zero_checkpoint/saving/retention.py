@@ -15,7 +15,7 @@ from typing import TypeGuard
 
 from zero_checkpoint.errors import CheckpointError
 from zero_checkpoint.files.object_disk import disk_of
-from zero_checkpoint.files.place import Place
+from zero_checkpoint.files.place import Place, exists
 from zero_checkpoint.files.storage import REMOVED, Disk
 from zero_checkpoint.format.manifest import MANIFEST
 from zero_checkpoint.loading.candidates import Candidate, Rejected, Why
@@ -137,7 +137,7 @@ def going(path: Place) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        if (path / MANIFEST).exists():  # nobody deletes it: something else is missing
+        if exists(path / MANIFEST):  # nobody deletes it: something else is missing
             raise
 
 
@@ -163,7 +163,7 @@ def remove(path: Place, disk: Disk | None = None) -> None:
     disk = disk or disk_of(path)
     with going(path):
         # Retired first, durably: from then on no load takes it, whatever is left of it.
-        _delete(disk.retire(path, committed=(path / MANIFEST).exists()), disk)
+        _delete(disk.retire(path, committed=exists(path / MANIFEST)), disk)
 
 
 def sweep(path: Place, disk: Disk | None = None) -> None:
@@ -175,7 +175,7 @@ def sweep(path: Place, disk: Disk | None = None) -> None:
 
 def _delete(path: Place, disk: Disk) -> None:
     disk.remove_tree(path)
-    if path.exists():
+    if exists(path):
         raise CheckpointError(
             f"{path}: not everything in it could be deleted; allow it, then run zero-ckpt repair"
         )

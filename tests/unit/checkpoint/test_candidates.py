@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +144,29 @@ def test_a_manifest_that_cannot_be_read_for_another_reason_is_not_skipped(tmp_pa
         assert type(error) is CheckpointError
         assert "rank 0 could not search" in str(error)
         assert "symbolic links" in str(error)
+
+
+@pytest.mark.parametrize("which", ["root", "directory", "quarantine"])
+def test_storage_that_fails_is_neither_a_fresh_start_nor_an_older_checkpoint(
+    tmp_path, monkeypatch, which
+):
+    """From Python 3.14 on, pathlib takes every error for "no"."""
+    saved(tmp_path, adam_state(), step=1)
+    path = saved(tmp_path, adam_state(), step=2)
+    fails = {"root": tmp_path, "directory": path, "quarantine": path / "QUARANTINE"}[which]
+    look = os.stat
+
+    def stat(where, **options):
+        if str(where) == str(fails):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), where)
+        return look(where, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    for name in ("exists", "is_dir", "is_file"):
+        monkeypatch.setattr(Path, name, getattr(os.path, name.replace("_", "")))
+    for error in load_all(tmp_path, blank(adam_state())):
+        assert type(error) is CheckpointError
+        assert "Stale file handle" in str(error)
 
 
 def test_a_manifest_in_another_directory_is_no_checkpoint(tmp_path):
