@@ -31,6 +31,7 @@ MIN_READER = 2
 older one would misread."""
 BLOCK_BYTES = 512 << 10
 """Default size of a block, the unit that is hashed, and verified on load."""
+MAX_MANIFEST_BYTES = 1 << 30
 MANIFEST = beside.MANIFEST
 TOMBSTONE = b"removed\n"
 """In place of a manifest, in stores that cannot rename a directory: it is being deleted."""
@@ -114,7 +115,8 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
     """The manifest's text and its digest.
 
     Raises:
-        CheckpointError: `meta` holds something that JSON cannot; the message names its key.
+        CheckpointError: `meta` holds something that JSON cannot; the message names its key. Or the
+            text is longer than any that a load reads.
     """
     check_json(manifest.meta, "meta")
     record = {
@@ -148,6 +150,12 @@ def encode(manifest: Manifest) -> tuple[bytes, str]:
     ]
     members["files"] = f"[{','.join(files)}]"
     rest = _object(members)[1:].encode()  # the envelope has the opening brace
+    if (size := len(rest) + _ENVELOPE_BYTES) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"the manifest would have {size} bytes, and a load reads {MAX_MANIFEST_BYTES}: keep "
+            f"less in client_state, or store it as tensors; all of meta has "
+            f"{len(members['meta'])}"
+        )
     digest = hashlib.sha256(rest).hexdigest()
     return (_ENVELOPE % digest).encode() + rest, digest
 

@@ -45,7 +45,6 @@ from zero_checkpoint.format.table import (
 from zero_contract.decoding import decode
 from zero_contract.decoding import parse as parse_json
 
-MAX_MANIFEST_BYTES = 1 << 30
 MAX_BYTES = 1 << 60
 """The largest tensor, and the largest sum of all files; keeps every sum of sizes inside 64 bits."""
 _END = re.compile(rb"[0-9]+}")

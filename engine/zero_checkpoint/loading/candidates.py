@@ -18,9 +18,15 @@ from zero_checkpoint.files.local_file import patiently
 from zero_checkpoint.files.object_disk import disk_of
 from zero_checkpoint.files.place import Place, exists, is_dir, place
 from zero_checkpoint.files.storage import REMOVED
-from zero_checkpoint.format.manifest import MANIFEST, NAME, QUARANTINE, Manifest, age
-from zero_checkpoint.format.parse import (
+from zero_checkpoint.format.manifest import (
+    MANIFEST,
     MAX_MANIFEST_BYTES,
+    NAME,
+    QUARANTINE,
+    Manifest,
+    age,
+)
+from zero_checkpoint.format.parse import (
     ManifestError,
     NewerFormatError,
     RemovedError,

@@ -17,8 +17,8 @@ from pathlib import Path
 from zero_checkpoint.consensus import Record, StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DamagedCheckpoint
 from zero_checkpoint.files.local_file import open_file
-from zero_checkpoint.format.manifest import MANIFEST, Manifest, age
-from zero_checkpoint.format.parse import MAX_MANIFEST_BYTES, ManifestError, parse
+from zero_checkpoint.format.manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest, age
+from zero_checkpoint.format.parse import ManifestError, parse
 from zero_checkpoint.loading.reader import Opener
 from zero_checkpoint.memory.node import Holdings, MemoryNode, home_of
 from zero_checkpoint.memory.peers import open_remote, read_whole

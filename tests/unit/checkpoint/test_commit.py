@@ -28,6 +28,7 @@ from tests.unit.checkpoint.support import (
 from zero_checkpoint import find
 from zero_checkpoint.consensus import StoreConsensus
 from zero_checkpoint.errors import CheckpointError, DiskFull, OtherRun
+from zero_checkpoint.format import manifest
 from zero_checkpoint.format.pieces import PARAM, Piece, State, TensorId
 from zero_checkpoint.loading import ownership
 from zero_checkpoint.saving.commit import save
@@ -523,4 +524,12 @@ def test_meta_that_json_cannot_hold_fails_the_save_and_names_the_key(old):
     before = names(old)
     for error in save_all(old, adam_state(), 2, step=2, meta={"user": {"seen": {1, 2}}}):
         assert "meta.user.seen is a set" in str(error)
+    check_only_the_old_one(old, before)
+
+
+def test_what_a_load_would_take_for_no_manifest_is_not_published(old, monkeypatch):
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 1 << 16)
+    before, long = names(old), {"client": {"seen": "x" * (1 << 16)}}
+    for error in save_all(old, adam_state(), 2, step=2, meta=long):
+        assert "bytes, and a load reads 65536: keep less in client_state" in str(error)
     check_only_the_old_one(old, before)
