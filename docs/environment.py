@@ -103,6 +103,8 @@ VARIABLES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             worker.ENV_STORE: "Id of the job's etcd: once a new one has followed it, a commit is "
             "refused.",
             worker.ENV_COMMITTED: "Newest committed step when the round began.",
+            worker.ENV_COMMITTED_ROOT: "Directory or URL of the checkpoints that the job resumes "
+            "from; a load that finds none there is an error, and no fresh start.",
             worker.ENV_SOCKET: "Unix socket of the agent.",
             worker.ENV_HEARTBEAT: "File that zero_agent.heartbeat() touches.",
             worker.ENV_LEAVE: "File that zero_agent.should_leave() makes; it returns True once the "

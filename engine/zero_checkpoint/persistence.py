@@ -202,8 +202,7 @@ class Persistence:
                 tag,
                 self.training.cursor.samples,
                 last=leaving,
-                # What the job resumes from, although this save may go elsewhere.
-                root=str(self._memory_root.resolve()),
+                root=self._resumed_root(directory),
             ),
         )
         saved = self._save(request, waits=waits)
@@ -219,6 +218,13 @@ class Persistence:
         if not leaving:
             self.last.check_refusals(directory)
         return saved
+
+    def _resumed_root(self, directory: Place) -> str:
+        """What the job resumes from, if it has a checkpoint with the next one in `directory`."""
+        home = self.script.leaves_to or self._memory_root
+        assert home is not None
+        root = str(home.resolve())
+        return root if directory == home or root in self.saver.roots else ""
 
     def _take(self, directory: Place) -> None:
         """Take a directory for this training; raises CheckpointError if another one saves to it."""
@@ -369,6 +375,8 @@ class Persistence:
             self.ram.loaded(self._memory_root, chosen, step)
         if loaded is None:
             return None, {}
+        if not loaded.in_memory:
+            self.saver.roots.add(str(directory.resolve()))
         for other in self._owners(str(directory.resolve())):  # this one continues that one
             other._saved_to.discard(str(directory.resolve()))
         return str(loaded.path), self._resume_from(loaded, loading, begin_s)

@@ -29,6 +29,7 @@ ENV_ROUND = "ZERO_ROUND"
 ENV_FENCE = "ZERO_FENCE"
 ENV_STORE = "ZERO_STORE"
 ENV_COMMITTED = "ZERO_COMMITTED_STEP"
+ENV_COMMITTED_ROOT = "ZERO_COMMITTED_ROOT"
 ENV_SOCKET = "ZERO_AGENT_SOCKET"
 ENV_HEARTBEAT = "ZERO_HEARTBEAT_FILE"
 ENV_VOTE_KEY = "ZERO_VOTE_KEY"
@@ -246,7 +247,7 @@ class CommitRequest(_Message, frozen=True, kw_only=True):
     written: str = ""
     """Where its files are, if the script ends with it and waits for etcd."""
     root: str = ""
-    """Where the job's checkpoints are, if it is one of those on disk."""
+    """What the job resumes from, on disk, if a checkpoint is there with this one."""
 
 
 class PeerMemoryRequest(_Message, frozen=True, kw_only=True):

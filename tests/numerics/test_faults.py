@@ -42,6 +42,10 @@ FAULTS = {
     "the machine loses what was not synced, in any order: the old or the new, never mixed": [
         "test_a_power_cut_at_any_point_leaves_the_old_checkpoint_or_the_new",
     ],
+    "the storage is not mounted, or is emptied, in a later round of a job: an error": [
+        "test_where_the_checkpoints_of_the_job_are_gone_there_is_no_fresh_start",
+        "test_a_job_whose_checkpoints_are_not_mounted_in_a_later_round_does_not_begin_anew",
+    ],
     "a bit flips, a file is cut, deleted or swapped: named, quarantined, the one before": [
         "test_all_ranks_fall_back_together_and_the_damage_is_named_and_marked",
         "test_the_named_range_holds_the_damaged_element",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.numerics.test_leaving import under_agent
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
 from tests.support.world import WorldPool
 from zero_checkpoint import find
 from zero_checkpoint.errors import CheckpointError
+from zero_contract.worker import ENV_RUN, CommitRequest
 
 
 def try_them(root: str) -> list[str]:
@@ -90,6 +93,36 @@ def test_where_ranks_name_a_directory_apart_rank_0_s_is_taken(
     assert len(told_1) == 1
     assert f"save_checkpoint('{tmp_path}/run-1'): rank 0 has named {tmp_path}/run-0" in told_1[0]
     assert [path.name for path in tmp_path.iterdir()] == ["run-0"]
+
+
+def save_here_and_there(root: str) -> list[str]:
+    """What etcd is told of where the job resumes from, with each save."""
+    engine = make_engine(config(1))
+    engine.save_checkpoint(f"{root}/before")
+    engine.destroy()
+    with under_agent(root) as agent:
+        os.environ[ENV_RUN] = "another run"
+        for start in range(2):
+            engine = make_engine(config(1, checkpoint={"async": True}))
+            if engine.load_checkpoint(f"{root}/ck")[0] is None:
+                engine.load_checkpoint(f"{root}/before")
+            for step, name in enumerate(["best", "ck", "best"], 3 * start + 1):
+                train(engine, step)
+                assert engine.save_checkpoint(f"{root}/{name}")
+            if start:
+                engine.destroy()
+            else:
+                engine.wait_for_checkpoint()
+        del os.environ[ENV_RUN]
+        said = [each.root for each in agent.told() if isinstance(each, CommitRequest)]
+    return [where.removeprefix(root) for where in said]
+
+
+def test_a_job_is_said_to_resume_from_a_directory_once_that_has_a_checkpoint(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    """A restart before is to begin from scratch, and one after it is not."""
+    assert worlds.run(1, save_here_and_there, str(tmp_path)) == [["", *["/ck"] * 5]]
 
 
 def save_and_go_elsewhere(here: str, there: str) -> None:

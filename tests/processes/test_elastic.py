@@ -321,6 +321,21 @@ def test_the_end_of_the_process_with_the_rounds_store_is_a_failure_with_a_name(
 
 
 @pytest.mark.full
+def test_a_job_whose_checkpoints_are_not_mounted_in_a_later_round_does_not_begin_anew(
+    cluster, tmp_path
+):
+    job = cluster(flags=("--nnodes=1", "--max-restarts=1"), pause_s=LONG_S)
+    job.start("a")
+    job.wait_for_step(22, world=1)
+    storage = tmp_path / "checkpoints"
+    storage.rename(tmp_path / "away")
+    os.kill(job.worker_of("a"), signal.SIGKILL)
+    assert job.agents["a"].wait() == AgentExit.JOB_FAILED
+    assert f"{storage} has no checkpoint any more, and this job has published one" in job.output
+    assert (storage.exists(), job.last_steps().keys()) == (False, {(1, 0)})
+
+
+@pytest.mark.full
 def test_a_parent_of_workers_that_stands_still_is_replaced(cluster, tmp_path):
     """It cannot kill its workers, and all other nodes wait for that."""
     script = tmp_path / "waits.py"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from zero_checkpoint.loading.foreign import hint
 from zero_checkpoint.loading.in_memory import MemoryCheckpoint, MemorySearch
 from zero_checkpoint.loading.reader import Copies, fill
 from zero_checkpoint.loading.suspects import Suspect, suspect
+from zero_contract import worker as contract
 from zero_contract.errors import PeerLost
 
 _log = logging.getLogger(__name__)
@@ -316,6 +318,14 @@ class _Search:
                 "outcome": LoadOutcome.DAMAGED,
                 "reason": f"no usable checkpoint under {self.root}: {'; '.join(unusable)}. "
                 "Restore one of them, or use an empty directory to start from scratch",
+            }
+        root = str(self.root.resolve())
+        if not (self.tag or self.aside) and root == os.environ.get(contract.ENV_COMMITTED_ROOT):
+            return {
+                "outcome": LoadOutcome.FAILED,
+                "reason": f"{self.root} has no checkpoint any more, and this job has published one "
+                "there: mount or restore it on the node of rank 0; to start from scratch, start "
+                "the job under another --rdzv-id, or give another directory",
             }
         foreign = ""
         with suppress(OSError):  # this is no reason to fail

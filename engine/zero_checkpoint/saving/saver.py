@@ -8,6 +8,7 @@ not, training waits for the end of the save.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from zero_checkpoint.saving.staging import Background, OnPart, Outcome, StagingB
 from zero_checkpoint.saving.staging_memory import NoStagingMemory, PrivateStaging
 from zero_comm.errors import Diverged
 from zero_contract.errors import CommitRefused
+from zero_contract.worker import ENV_COMMITTED_ROOT
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +101,8 @@ class Saver:
         self._background = Background()
         self._in_flight_step = 0
         self._in_flight_root: Place | None = None
+        self.roots = {os.environ.get(ENV_COMMITTED_ROOT, "")}
+        """The directories of which this worker knows that they have a checkpoint."""
         self._failed: Place | None = None
         self.last_lacked_room = False
         """Whether the last save that has ended found the disk full."""
@@ -247,6 +251,8 @@ class Saver:
     def _noted(self, outcome: Outcome | None) -> Outcome | None:
         if outcome is not None:
             self._failed = self._in_flight_root if outcome.path is None else None
+            if outcome.path is not None:
+                self.roots.add(str(outcome.path.parent.resolve()))
             self.last_lacked_room = isinstance(outcome.error, DiskFull)
             self.last_step = outcome.step if outcome.path is not None else self.last_step
         return outcome

@@ -63,7 +63,7 @@ class Published(Record):
     time: float = 0.0
     """When it was published, by the writer's wall clock: for people."""
     root: str = ""
-    """The directory or URL of the job's checkpoints; empty: its writer has not said."""
+    """The directory or URL that the job resumes from; empty: it has no checkpoint yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +279,8 @@ class Snapshot:
     """The step of the newest published checkpoint; 0 without one."""
     committed_revision: int = 0
     """mod_revision of its key; 0 when there is none."""
+    committed_root: str = ""
+    """See `Published.root`."""
     stop: str | None = None
     """A user's request that the job ends: who asked, and why."""
     drains: tuple[DrainOrder, ...] = ()
@@ -425,6 +427,7 @@ def round_env(job: Snapshot, name: str, node: Node, secret: Secret, socket: str)
         worker.ENV_FENCE: job.fence,
         worker.ENV_STORE: job.store,
         worker.ENV_COMMITTED: job.committed,
+        worker.ENV_COMMITTED_ROOT: job.committed_root,
         worker.ENV_SOCKET: socket,
         worker.ENV_VOTE_KEY: derive(secret, Purpose.ROUND, str(job.n)),
     }

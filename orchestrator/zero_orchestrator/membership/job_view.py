@@ -221,6 +221,8 @@ class _FollowerView:
         self._course = Replica(store, keys.round_state, on_change)
         self._orders = Replica(store, keys.drain(node), on_change)
         self._reports: tuple[KeyValue, ...] = ()
+        self._latest: tuple[KeyValue, ...] = ()
+        """The newest checkpoint, as of the last check: each agent tells it to its workers."""
         self._dead: frozenset[tuple[str, str]] = frozenset()
         self._seen: tuple[object, ...] = ()
         self._job = Snapshot(spec=spec)
@@ -244,15 +246,13 @@ class _FollowerView:
         return max(PENDING_S if due else REREAD_S, pause_s)
 
     def look(self) -> Snapshot:
-        found = (self._course.look(), self._orders.look(), self._own, self._reports, self._dead)
+        course, orders = self._course.look(), self._orders.look()
+        found = (course, orders, self._own, self._reports, self._latest, self._dead)
         # Nothing is parsed anew, and the snapshot stays the same object, until one of them differs.
         if found != self._seen:
-            round_state, orders, *_ = found
             own = (self._own,) if self._own is not None else ()
-            items = (*round_state.items, *orders.items, *own, *self._reports)
-            job = parse(
-                self._keys, Range(round_state.revision, items, round_state.cluster), self._spec
-            )
+            items = (*course.items, *orders.items, *own, *self._reports, *self._latest)
+            job = parse(self._keys, Range(course.revision, items, course.cluster), self._spec)
             # It sees no other registration: a member lives as far as it knows.
             others = [m for m in job.members.nodes if m.id != self._id]
             if self._dead:
@@ -265,12 +265,13 @@ class _FollowerView:
     def check(self) -> bool:
         """Look whether the watch has told the newest; returns whether this agent is a first one."""
         me = self._keys.node(self._id)
-        head, own, order, early, *said = self._store.read(
+        head, own, order, early, latest, *said = self._store.read(
             [
                 Read(self._keys.round),
                 Read(me),
                 Read(self._keys.drain(self._id)),
                 Read(self._keys.nodes, prefix=True, limit=FIRST),
+                Read(self._keys.latest),
                 *(Read(report.key) for report in self._reports),
             ]
         )
@@ -283,6 +284,7 @@ class _FollowerView:
         if not set(order.items) <= set(self._orders.look().items):
             self._orders.distrust()
         self._own = own.items[0] if own.items else None
+        self._latest = latest.items
         first_keys = [item.key for item in early.items]
         self._latest_first = max(first_keys, default="").removeprefix(self._keys.nodes)
         return me in first_keys

@@ -50,6 +50,7 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
     charges = (Charge.from_json(item.value) for item in kinds["charged"])
     orders = (item for item in kinds["cmd"] if item.key.startswith(keys.drain("")))
     latest, reports = items.get(keys.latest), kinds["reports"]
+    published = Published.from_json(latest.value) if latest else Published(step=0)
     current = Head.from_json(head.value)
     n = current.n
     master, yielded = (items.get(keys.of_round(n, part)) for part in ("master", "yield"))
@@ -83,7 +84,8 @@ def parse(keys: Keys, found: Range, spec: JobSpec) -> Snapshot:
         by=current.by,
         at_s=current.at,
         failed=current.failed,
-        committed=Published.from_json(latest.value).step if latest else 0,
+        committed=published.step,
+        committed_root=published.root,
         committed_revision=latest.mod_revision if latest else 0,
         stop=request,
         drains=tuple(DrainOrder.from_json(item.value) for item in orders),

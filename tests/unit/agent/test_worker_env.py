@@ -85,6 +85,7 @@ def test_a_worker_finds_every_variable_of_torchrun():
         "ZERO_FENCE": "42",
         "ZERO_STORE": "",
         "ZERO_COMMITTED_STEP": "0",
+        "ZERO_COMMITTED_ROOT": "",
         "ZERO_AGENT_SOCKET": "/s",
         "ZERO_HEARTBEAT_FILE": "/h",
         "ZERO_LEAVE_FILE": "/l",

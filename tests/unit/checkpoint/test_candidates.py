@@ -216,6 +216,20 @@ def test_a_root_with_nothing_but_checkpoints_aside_is_a_fresh_start_that_names_t
     assert load_all(tmp_path, blank(adam_state()), tag="best")[0].manifest.step == 3
 
 
+def test_where_the_checkpoints_of_the_job_are_gone_there_is_no_fresh_start(tmp_path, monkeypatch):
+    """As in the second round of a job, on a node on which the storage is not mounted."""
+    root = tmp_path / "mount" / "checkpoints"
+    monkeypatch.setenv("ZERO_COMMITTED_ROOT", str(root))
+    for _ in ("not mounted", "empty"):
+        for error in load_all(root, adam_state()):
+            assert type(error) is CheckpointError
+            assert f"{root} has no checkpoint any more, and this job has published" in str(error)
+        root.mkdir(parents=True, exist_ok=True)
+    assert load_all(tmp_path / "other", adam_state()) == [None, None]
+    saved(root, adam_state(), tag="best", meta={"engine": {ASIDE: True}})
+    assert load_all(root, adam_state()) == [None, None]
+
+
 def test_an_unknown_tag_names_what_is_there_and_not_usable_too(tmp_path):
     bad = saved(tmp_path, adam_state(), tag="best") / "MANIFEST.json"
     saved(tmp_path, adam_state(), step=2, tag="last")

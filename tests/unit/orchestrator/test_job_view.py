@@ -13,8 +13,9 @@ import pytest
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import Database, MemoryStore
 from tests.unit.orchestrator.test_rendezvous import Cluster
+from zero_contract.worker import CommitRequest
 from zero_orchestrator.errors import StoreRefused, StoreReplaced
-from zero_orchestrator.membership.job_state import Failure, Members, Node, State
+from zero_orchestrator.membership.job_state import Failure, Members, Node, State, round_env
 from zero_orchestrator.membership.job_view import REREAD_S
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
@@ -175,6 +176,21 @@ def test_an_agent_outside_is_told_to_drain():
     order = '{"node": "n10", "incarnation": "1", "by": "me"}'
     cluster.store.put(KEYS.drain("n10"), order)
     assert agent.poll().drain_order(agent.node).by == "me"
+
+
+def test_every_agent_tells_its_workers_of_the_newest_checkpoint_and_where_the_job_resumes_from():
+    cluster = running()
+    agent = cluster.agents["n10"]
+    where = {"tag": "t", "digest": "d", "samples": 8, "root": "/shared"}
+    assert agent.commit(agent.snapshot.fence, CommitRequest(request=1, step=7, **where))
+    agent.report_failure(1, Failure(node="n10", symptom=False, summary="broke"))
+    cluster.settle()
+    told = [
+        round_env(each.poll(), "job", each.node, each.secret, "/s")
+        for each in cluster.agents.values()
+    ]
+    told = {(e["ZERO_ROUND"], e["ZERO_COMMITTED_STEP"], e["ZERO_COMMITTED_ROOT"]) for e in told}
+    assert told == {("2", "7", "/shared")}
 
 
 def test_a_round_costs_each_agent_the_same_however_many_there_are():
