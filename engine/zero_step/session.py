@@ -24,7 +24,6 @@ from zero_checkpoint.persistence import Persistence
 from zero_checkpoint.saving.departure import ClientSource, Departure, choose_departure
 from zero_checkpoint.training import Loading, Training
 from zero_comm.determinism import Hardware
-from zero_comm.errors import Diverged
 from zero_comm.exchange import left_under_way
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.worker.agent_link import AgentLink, exit_on_peer_loss
@@ -34,7 +33,7 @@ from zero_contract.worker import ExitCode, Progress
 from zero_step.checks import alike
 from zero_step.forward_writes import ForwardWrites
 from zero_step.staying import Staying
-from zero_step.tags import agree_on_tag, text_of
+from zero_step.tags import ASKS, CLIENT_STATE, TAG, agree_on_save, text_of
 
 _log = logging.getLogger(__name__)
 
@@ -44,15 +43,11 @@ _STEPPED = (
     "last micro-batches of a step have these, and how many depends on the number of ranks; call "
     "step() of both after the last backward() of the loop"
 )
-_SAVED_ALONE = (
-    "save: rank {} has called it and rank {} has not; nothing is saved before all have called it, "
-    "each of which writes a part of the state: call it on all ranks"
-)
 _CLIENT_STATE = "the script takes its client state from its load, which is not called again"
 _BEHIND = "no checkpoint has what the script has done behind its last loop over an epoch"
 _SAVE, _LOAD, _CLOSE = "a save", "a load", "the end of the training"
 """Calls of all ranks, as the detector of deadlocks names them."""
-NOTES = OF_PERSISTENCE + 3
+NOTES = OF_PERSISTENCE + 2
 """Numbers that a session tells all ranks at the end of a step."""
 Directory = str | os.PathLike[str]
 
@@ -139,6 +134,7 @@ class Session:
             CheckpointError: A rank failed, the client state has a value of another type, or the
                 tags of the ranks differ and checkpoint.tag_validation is "Fail"; nothing was saved.
                 Or this is the second save in a row that was not published, though etcd answers.
+            ConfigError: A rank gives another argument; nothing was saved.
             ZeroError: It is the middle of a step.
         """
         self._leave_step("save()")
@@ -156,13 +152,25 @@ class Session:
                     _log.warning(text, directory, step, self.staying.directory)
                     return saved
                 self.staying.save(whole=not exclude_frozen_parameters)
-            # First: who has no name waits for votes on a save that the others have not begun then.
-            agree_on_tag(name, self._mode, self._collectives)
+            script = self._persistence.script
+            given = {
+                TAG: name,
+                "blocking": str(blocking),
+                "save_latest": bool(save_latest),
+                "exclude_frozen_parameters": bool(exclude_frozen_parameters),
+                "keep_client_state()": script.client_source is not None,
+                CLIENT_STATE: bool(client_state),
+                ASKS: script.asks,
+            }
+            # First: what ranks exchange in a save, skip, or do at the next departure depends on it.
+            first = agree_on_save(given, self._mode, self._collectives, _SAVE)
+            script.asks = first[ASKS]
+            script.has_state |= first[CLIENT_STATE]
             self._persistence.watch(self._collectives.call(_SAVE))
             saved = self._persistence.save(
                 where,
-                name,
-                client_state or {},
+                first[TAG],
+                (client_state or {}) if first[CLIENT_STATE] else {},
                 blocking=blocking,
                 exclude_frozen=exclude_frozen_parameters,
                 aside=not save_latest,
@@ -497,12 +505,11 @@ def survive(session: Session) -> bool:
 
 
 def notes_of(session: Session) -> list[float]:
-    """[NOTES] for all ranks: of the persistence, the hardware, saves, and the forwards' writes."""
+    """[NOTES] for all ranks: of the persistence, the hardware, and the forwards' writes."""
     hardware, writes = (
         each.note() if each is not None else 0 for each in (session.hardware, session.writes)
     )
-    saves = session._collectives.detector.begun[_SAVE]
-    return [*session._persistence.notes(), hardware, saves, writes]
+    return [*session._persistence.notes(), hardware, writes]
 
 
 def begin_micro_step(session: Session) -> None:
@@ -539,15 +546,8 @@ def end_step(session: Session, notes: Sequence[Sequence[float]], progress: Progr
 
     Raises:
         ConfigError: See `Hardware.compare`.
-        Diverged: Some ranks have saved, and others have not.
     """
     persistence, link = session._persistence, session._link
-    saves = [row[OF_PERSISTENCE + 1] for row in notes]
-    if min(saves) < max(saves):
-        ranks = saves.index(max(saves)), saves.index(min(saves))
-        error = Diverged(_SAVED_ALONE.format(*ranks))
-        persistence.saver.give_up(error)
-        raise error
     with exit_on_peer_loss(link):
         persistence.take_notes([row[:OF_PERSISTENCE] for row in notes])
         if session.hardware is not None and len({row[OF_PERSISTENCE] for row in notes}) > 1:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import zero_deepspeed
 from tests.numerics.test_leaving import under_agent
 from tests.numerics.test_param_access import PROBES, probes
-from tests.support.inside import looking_often
 from tests.support.models import Tokens, make_model
 from tests.support.saving import heard
 from tests.support.training import DATASET_SIZE, config, make_engine, run_micro_step, train
@@ -196,21 +195,6 @@ def test_other_names_are_an_error_on_request_and_nothing_is_saved(
         worlds.run(2, save_by_loss, str(tmp_path), "Fail")
     assert str(caught.value).count("TagsDiffer: save_checkpoint(tag=") == 2
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_on_one_rank_alone_is_an_error_that_says_what_each_waits_for(
-    worlds: WorldPool, tmp_path: Path
-) -> None:
-    with pytest.raises(WorldError) as caught:
-        worlds.run(2, save_named_on_one_rank, str(tmp_path))
-    assert "waits for the name of a checkpoint, which rank 1 has not begun" in str(caught.value)
-
-
-@looking_often()
-def save_named_on_one_rank(root: str) -> None:
-    engine = make_engine(config(1))
-    train(engine, 1)
-    engine.save_checkpoint(root, None if engine.global_rank else "named")
 
 
 def test_a_number_names_a_checkpoint(worlds: WorldPool, tmp_path: Path) -> None:

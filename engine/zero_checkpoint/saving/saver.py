@@ -169,16 +169,13 @@ class Saver:
         try:
             return self._noted(self._background.wait(look))
         except Diverged as error:
-            self.give_up(error)
+            diverged = error
+
+            def give_up() -> None:
+                raise diverged
+
+            self._consensus.on_wait = give_up  # of this save, and of all later ones
             raise
-
-    def give_up(self, error: Diverged) -> None:
-        """End the votes of the save in flight, and of all later ones, with this error."""
-
-        def give_up() -> None:
-            raise error
-
-        self._consensus.on_wait = give_up
 
     def finished(self) -> Outcome | None:
         """The outcome as of `wait`; None if the save is still in flight."""

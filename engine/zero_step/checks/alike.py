@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
@@ -106,17 +106,32 @@ def check(
     Raises:
         ConfigError: Something differs; names the first, of a list its first item. On every rank.
     """
+    refuse(differences(facts, everybodys, call))
+
+
+Difference = tuple[int, str, Any, Any]
+"""A rank, the name of a fact, the fact on rank 0, and on that rank."""
+
+
+def differences(
+    facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor], call: str
+) -> list[Difference]:
+    """What is not as on rank 0, by rank; facts of the same names everywhere. Collective."""
     checksum = zlib.crc32(json.dumps(facts).encode())
     seen = everybodys(torch.tensor([checksum], device="cpu"), call)
     if bool((seen == seen[0]).all()):
-        return
+        return []
     first, *others = gather_objects(dict(facts), call, everybodys)
-    differing = (
+    return [
         (rank, name, ours, other.get(name))
         for rank, other in enumerate(others, 1)
         for name, ours in first.items()
         if other.get(name) != ours
-    )
+    ]
+
+
+def refuse(differing: Iterable[Difference]) -> None:
+    """Raise the error of `check`, if anything differs."""
     for rank, name, ours, theirs in differing:
         if name == _SHARES:
             # No error: whether an attribute makes it a share, the script alone knows.
