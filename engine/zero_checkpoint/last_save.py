@@ -1,9 +1,9 @@
 """The outcome of each save; the last one must succeed before the script may exit with 0.
 
 A save that fails costs a warning, because the next one may succeed. So the last one to each
-directory is owed: at the end of the script it is tried again, and without it the script does not
-exit with 0. If etcd did not let it be published, its files are written already, and rank 0 alone
-publishes them. The votes decide which saves are owed, so all ranks agree.
+directory is owed, and one that was skipped: at the end of the script it is tried again, and without
+it the script does not exit with 0. If etcd did not let it be published, its files are written
+already, and rank 0 alone publishes them. The votes decide which saves are owed, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ ETCD_WAIT_S = 600.0
 """How long a script waits for etcd at its end under torchrun, whose plug-in has no --etcd-grace:
 the default of that flag, by which zero-agent limits the wait."""
 _PAUSE_S = 5.0
+_SKIPPED = (
+    'its last checkpoint, of step {}, was skipped (checkpoint.when_busy is "skip"), as the one '
+    "before was being written: close the training at the end of the script (engine.destroy() or "
+    "run.close()), or save with blocking=True"
+)
 
 
 class LastSave:
@@ -77,6 +82,8 @@ class LastSave:
         self._refused = 0
         """Consecutive saves that were refused for good, so that training saves in vain."""
         self._other_run: OtherRun | None = None  # a refusal that the script does not know yet
+        self._skipped: dict[Key, tuple[int, Callable[[], object]]] = {}
+        """The steps of saves that were skipped, without a later one; and what makes them."""
 
     # ---- how a save has ended ----
 
@@ -141,9 +148,26 @@ class LastSave:
 
     # ---- what is owed ----
 
+    @property
+    def is_owed(self) -> bool:
+        """Whether the script may not end yet."""
+        return bool(self._debts or self._lacking())
+
+    def _lacking(self) -> list[Callable[[], object]]:
+        """What makes the saves that were skipped where the script is; it may go on without one."""
+        now = self._training.cursor.step
+        return [save for step, save in self._skipped.values() if step == now]
+
+    def skip(self, root: Place, *, aside: bool, save: Callable[[], object]) -> None:
+        """A save is skipped, which `save` makes if it is the script's last."""
+        self._skipped[str(root.resolve()), aside] = self._training.cursor.step, save
+        self._saver.on_published = lambda: None
+        _AT_EXIT[id(self)] = self, self._owner()
+
     def begun(self, request: Request) -> None:
         """A save begins; until it has succeeded, the script must not end."""
         self._request = request
+        self._skipped.pop(_key(request), None)
         _AT_EXIT[id(self)] = self, self._owner()
         # Called on the thread of the save: the script may have ended, and never ask how that ended.
         # No bound method: the saver has it, and this object has the saver.
@@ -164,7 +188,7 @@ class LastSave:
         for written in of_no_use:
             if written.attempt is not None:
                 withdraw(written.directory, written.attempt.disk)
-        if not self._debts:
+        if not self.is_owed:
             _AT_EXIT.pop(id(self), None)
 
     # ---- waiting, on all ranks ----
@@ -180,6 +204,11 @@ class LastSave:
         # If an exception ends the script, the other ranks do not come here, and none may wait.
         if sys.exc_info()[0]:
             return
+        goes_on = self._link.leaving or self._link.group_lost.is_set()
+        for save in [] if goes_on else self._lacking():
+            save()
+        self._skipped = {}
+        self._owe(self._debts)
         if self._link.leaving and not self._saver.last_lacked_room:  # it has waited for etcd
             # The workers leave, and the next round resumes from what is published.
             self._owe({}, [debt.written for debt in self._debts.values() if debt.written])
@@ -336,6 +365,8 @@ class LastSave:
                     self._wait_for_etcd(debt.written, lambda make: make())
             except ZeroError as error:
                 problems.append(str(error))
+        if self._lacking():
+            problems.append(_SKIPPED.format(self._training.cursor.step))
         return "; ".join(filter(None, [*problems, missing(self._debts)]))
 
 

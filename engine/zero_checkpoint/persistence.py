@@ -181,6 +181,9 @@ class Persistence:
         if self._some_rank_busy and not waits and self._config.when_busy == SKIP:
             if self.training.rank == 0:
                 _log.info("no checkpoint of step %d: the one before is still being written", step)
+            given: Any = {"exclude_frozen": exclude_frozen, "aside": aside}
+            save = partial(self.save, directory, tag, client, blocking=True, **given)
+            self.last.skip(directory, aside=aside, save=save)
             return False
         self.last.take(self.saver.wait_for_room())
         # Not before: the report of the save before has its own beginning.

@@ -127,8 +127,8 @@ class Session:
             round is over or its agent does not answer, if the disk is full and the script asks
             whether a save is due (which is then true again after a minute; other scripts wait here
             for space, up to an hour), if the previous save is in flight and checkpoint.when_busy
-            is "skip", or if the ranks have just changed, and this is not where it was loaded from.
-            Then nothing was written, and the reason is logged.
+            is "skip" (`close` makes the last one), or if the ranks have just changed, and this is
+            not where it was loaded from. Then nothing was written, and the reason is logged.
 
         Raises:
             CheckpointError: A rank failed, the client state has a value of another type, or the

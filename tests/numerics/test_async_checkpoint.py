@@ -25,7 +25,7 @@ from tests.support.saving import (
 from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import WorldPool
-from zero_checkpoint import find
+from zero_checkpoint import find, last_save
 from zero_checkpoint.errors import CheckpointError
 
 # ---- the state of its own step ----
@@ -205,6 +205,33 @@ def save_while_rank_1_is_busy(root: str) -> tuple[bool, bool]:
     third = engine.save_checkpoint(root)
     engine.destroy()
     return second, third
+
+
+@pytest.mark.parametrize("trains_on", [False, True])
+def test_the_last_save_of_a_script_is_made_at_its_end_if_it_was_skipped(
+    worlds: WorldPool, tmp_path: Path, trains_on: bool
+) -> None:
+    """Behind it, the script has chosen to end without a save."""
+    said = "its last checkpoint, of step 2, was skipped" if not trains_on else ""
+    assert worlds.run(2, skip_the_last_save, str(tmp_path), trains_on) == [(said, False)] * 2
+    steps = [c.manifest.step for c in find(tmp_path).candidates]
+    assert steps == ([1] if trains_on else [2, 1])
+
+
+def skip_the_last_save(root: str, trains_on: bool) -> tuple[str, bool]:
+    """What a script that closes nothing would be told; whether anything is owed at the end."""
+    engine = make_engine(config(1, checkpoint={"async": True, "when_busy": "skip"}))
+    disk, last = use(engine, Gated()), persistence_of(engine).last
+    train(engine, 1)
+    assert engine.save_checkpoint(root)
+    train(engine, 2)
+    assert not engine.save_checkpoint(root)
+    disk.gate.set()
+    if trains_on:
+        train(engine, 3)
+    said = last.at_exit().partition(" (")[0]
+    engine.destroy()
+    return said, id(last) in last_save._AT_EXIT
 
 
 def test_a_save_that_finds_another_in_flight_waits_with_a_word(
