@@ -272,10 +272,14 @@ class Session:
             CommitRefused: It may not be published.
         """
         self.is_behind = False
-        self._persistence.close()
-        self._collectives.detector.end(_CLOSE)
-        # Afterwards: the last one to be removed closes the connection, over which saves commit.
-        self._link.remove(self._persistence.number)
+        try:
+            self._persistence.close()
+        finally:
+            self._collectives.detector.end(_CLOSE)
+            # The last one to be removed closes the connection, over which saves commit: at the exit
+            # of the process, too.
+            if not self._persistence.last.is_owed:
+                self._link.remove(self._persistence.number)
 
     # ---- leaving ----
 

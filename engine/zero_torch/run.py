@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -358,9 +359,8 @@ class Run(Checkpoints):
 
     def close(self) -> None:
         """Finish a save in the background, and leave the agent; before destroy_process_group."""
-        super().close()
-        if self._ledger is not None:
-            self._ledger.close()
+        with closing(self._ledger) if self._ledger is not None else nullcontext():
+            super().close()
 
     def load(
         self,

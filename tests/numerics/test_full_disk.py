@@ -98,6 +98,28 @@ def end_on_a_full_disk(root: str, attempts: int, asks: bool) -> bool:
     return True
 
 
+def test_a_training_whose_last_save_fails_is_closed_all_the_same(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(1, close_on_a_full_disk, str(tmp_path)) == [True]
+
+
+def close_on_a_full_disk(root: str) -> bool:
+    """Whether its ledger is closed, when it has hung up on its agent."""
+    last_save._PAUSE_S, last_save.ROOM_WAIT_S = 0.01, 0.1
+    with under_agent(root) as agent:
+        engine = make_engine(config(1, elastic={"sample_ledger": f"{root}/ledger"}))
+        use(engine, Full())
+        train(engine, 1)
+        engine.checkpoint_due(every_steps=1000)
+        assert not engine.save_checkpoint(f"{root}/checkpoints")
+        with pytest.raises(DiskFull):
+            engine.destroy()
+        agent.told()
+    ledger = engine._run.ledger
+    return ledger is not None and ledger._file.closed
+
+
 @pytest.mark.full
 def test_a_worker_that_leaves_a_full_disk_leaves_all_the_same(
     worlds: WorldPool, tmp_path: Path

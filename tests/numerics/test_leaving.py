@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_torch
+from tests.support.inside import persistence_of
 from tests.support.models import Tokens
 from tests.support.saving import heard
 from tests.support.training import config, make_engine, train
@@ -327,6 +328,26 @@ def save_without_agent(root: str, asynchronous: bool, away: bool) -> tuple[int, 
             with suppress(CheckpointError, CommitRefused):
                 engine.destroy()
     return engine.global_steps, error, [line for line in lines if line.startswith(NOTHING)]
+
+
+def test_what_is_written_is_published_at_the_exit_also_of_a_script_that_an_error_ends(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    assert worlds.run(1, close_behind_an_error, str(tmp_path)) == [""]
+    assert [c.manifest.step for c in find(tmp_path / "checkpoints").candidates] == [1]
+
+
+def close_behind_an_error(root: str) -> str:
+    with under_agent(root, grants=False, passing=True) as agent:
+        engine = make_engine(config(1))
+    train(engine, 1)
+    assert not engine.save_checkpoint(f"{root}/checkpoints")
+    try:
+        raise ValueError("of the script")
+    except ValueError:
+        engine.destroy()
+    agent.grants = True
+    return persistence_of(engine).last.at_exit()
 
 
 # ---- peers that vanish ----

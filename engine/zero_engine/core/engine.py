@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -590,7 +590,6 @@ class Engine(WholeWeights):
 
     def destroy(self) -> None:
         """Close the session (see `zero_step.Session.close`), monitors and ledger."""
-        self._session.close()
-        self._reporter.monitors.close()
-        if self._run.ledger is not None:
-            self._run.ledger.close()
+        monitors, ledger = self._reporter.monitors, self._run.ledger
+        with closing(monitors), closing(ledger) if ledger is not None else nullcontext():
+            self._session.close()
