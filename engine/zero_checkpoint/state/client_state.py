@@ -198,8 +198,9 @@ def _dtype(described: Any) -> np.dtype[Any]:
 def _text(data: np.ndarray[Any, Any] | np.generic, path: str) -> str:
     if data.nbytes > LARGEST_BYTES:
         raise CheckpointError(
-            f"{path} has {data.nbytes} bytes, more than the {LARGEST_BYTES} that one tensor in a "
-            "client_state may have; make it a buffer of the module, or write a file for it"
+            f"{path} has {data.nbytes} bytes, more than the {LARGEST_BYTES} that one value in a "
+            "manifest may have; make it a buffer of the module, or a tensor in the state_dict() of "
+            "an object that protect(stateful=...) is given, or write a file for it"
         )
     return base64.b64encode(data.tobytes()).decode()
 

@@ -95,7 +95,7 @@ def test_numbers_and_texts_of_numpy(value: np.generic) -> None:
         ({"a": {3: object()}}, r"client_state\.a\[3\] is a object"),
         (np.array([object()]), "client_state is a ndarray"),
         ({"a": torch.zeros(LARGEST_BYTES + 1, dtype=torch.uint8)}, r"client_state\.a has 1048577 "),
-        (np.zeros(LARGEST_BYTES // 8 + 1), "make it a buffer of the module, or write a file"),
+        (np.zeros(LARGEST_BYTES // 8 + 1), "of the module, or a tensor in the state_dict"),
         (torch.zeros(2, dtype=torch.complex128), "complex128 cannot be stored; cast the tensor"),
         (
             {"a": torch.eye(2).to_sparse()},
