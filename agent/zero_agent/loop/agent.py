@@ -422,8 +422,10 @@ class Agent:
         """Wait for an event, then handle all that have come."""
         try:
             self._inbox.get(timeout=TICK_S)()
-            # A burst, such as the ends of all workers, leads to one decision.
-            while True:
+            # A burst, such as the ends of all workers, leads to one decision. A flood, such as the
+            # reports of very short steps, must not keep the loop from its limits and its lease.
+            until_s = self._clock.now() + TICK_S
+            while self._clock.now() < until_s:
                 self._inbox.get_nowait()()
         except queue.Empty:
             return

@@ -10,7 +10,9 @@ import pytest
 
 from tests.support.manual_clock import ManualClock
 from tests.support.memory_store import MemoryStore
+from zero_agent.loop.agent import Agent
 from zero_agent.loop.pumped_store import PumpedStore
+from zero_contract.clock import SystemClock
 from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.store.kv import KeyValue
 
@@ -93,3 +95,17 @@ def test_other_threads_calls_pass_straight_through(loop) -> None:
     other.start()
     other.join(10)
     assert (found[0].value, loop.inbox.empty()) == ("value", True)
+
+
+def test_a_flood_of_events_keeps_no_loop_from_its_next_turn() -> None:
+    agent = object.__new__(Agent)
+    agent._clock, agent._inbox = SystemClock(), queue.SimpleQueue()
+
+    def again() -> None:
+        agent._inbox.put(again)
+
+    again()
+    turn = threading.Thread(target=agent._handle_events, daemon=True)
+    turn.start()
+    turn.join(60)
+    assert not turn.is_alive()
