@@ -422,7 +422,7 @@ GROUPS: Mapping[str, tuple[Flag, ...]] = {
             default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             metavar="NAME[,...]",
             help="signals on which this node leaves the job (default "
-            "SIGTERM,SIGINT,SIGHUP,SIGQUIT)",
+            "SIGTERM,SIGINT,SIGHUP,SIGQUIT); under nohup, not on SIGHUP",
         ),
         Flag(
             name="virtual-local-rank",
