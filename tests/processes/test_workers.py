@@ -381,6 +381,11 @@ def test_a_worker_killed_in_the_moment_of_its_start_is_gone(forking):
         assert status_of(worker, news) == -signal.SIGKILL
 
 
+def test_a_ctrl_c_of_the_terminal_never_reaches_the_forkserver(importing):
+    _, forkserver, _, _ = importing
+    assert os.getsid(forkserver.pid) == forkserver.pid
+
+
 AGENT = """
 import sys, time
 from pathlib import Path

@@ -320,9 +320,7 @@ def preload(modules: list[str], agent: socket.socket) -> None:
 
 def main() -> None:
     """Serve the agent; in a forked worker, run its program."""
-    if os.getsid(0) != os.getpid():  # it is, after `preload` has begun again
-        os.setsid()  # a Ctrl-C on the agent's terminal is the agent's to handle
-    # So is the SIGTERM that a scheduler such as Slurm sends to every process of a job.
+    # The SIGTERM that a scheduler such as Slurm sends to every process of a job is the agent's.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     adopt_orphans()
     set_title("zero-forkserver")

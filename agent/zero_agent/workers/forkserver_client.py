@@ -69,6 +69,7 @@ class ForkserverClient:
             pass_fds=[fd],
             env=dict(env),
             stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C on this terminal is for the agent
         )
         theirs.close()
         hub.add(self._socket.fileno(), self._on_readable)
@@ -153,7 +154,7 @@ class ForkserverClient:
         """Kill the forkserver and its process group; the kernel kills the workers with it."""
         # Else it would count as stuck, and be killed, in each turn.
         self._unresponsive.stop()
-        # It has no group before its `setsid`. The group has what its imports have started.
+        # The group has what its imports have started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
