@@ -84,6 +84,8 @@ class Reading(IterableDataset[Read | None]):
     collate: Callable[[list[Any]], Any]
     seed: int
     _has_read: bool = field(default=False, init=False)
+    _opened: dict[int, Reader] = field(default_factory=dict, init=False)
+    """Lanes that have not begun to read."""
 
     def __iter__(self) -> Iterator[Read | None]:
         """Endless; of a process among several, the turns that fall to it."""
@@ -101,29 +103,29 @@ class Reading(IterableDataset[Read | None]):
     def read(self, lane: int) -> Iterator[Read]:
         """The micro-batches of a lane, then the end for ever; within `kept`."""
         # Opened at once: lanes of a process can share what none of them has begun to read.
-        start, reader = self.starts[lane], None
-        if not start.ended:
-            reader = self._open(lane, start)
-        return self._rest(lane, start, reader)
+        if not self.starts[lane].ended:
+            self._opened[lane] = self._open(lane)
+        return self._rest(lane, self.starts[lane])
 
     @cached_property
     def _own(self) -> list[Generator]:
         """The generators that are seeded for each micro-batch."""
         # A dataset that is iterated has an order of its own, perhaps of its own generator.
         is_map = hasattr(self.dataset, "__len__") and not isinstance(self.dataset, IterableDataset)
-        of_data = generators_of if is_map else generators_in_common
-        return [*of_data(self.dataset), *generators_of(self.collate)]
+        of_data = generators_of(self.dataset) if is_map else generators_in_common(self.source)
+        return [*of_data, *generators_of(self.collate)]
 
-    def _open(self, lane: int, start: Start) -> Reader:
+    def _open(self, lane: int) -> Reader:
         # That of the first micro-batch that it reads: some draw when they begin.
+        start = self.starts[lane]
         seed = mix(self.seed, self.epoch, lane, start.at, _READING)
         with seeded(seed):
             seed_generators(self._own, seed)
             state = None if start.state is None else load(start.state)
             return self.source.open(lane, self.lanes, self.epoch, state)
 
-    def _rest(self, lane: int, start: Start, reader: Reader | None) -> Iterator[Read]:
-        if reader is None:
+    def _rest(self, lane: int, start: Start) -> Iterator[Read]:
+        if (reader := self._opened.pop(lane, None)) is None:
             yield from repeat(_END)
             return
         number, took_s, read_s = start.at, 0.0, 0.0
@@ -141,7 +143,9 @@ class Reading(IterableDataset[Read | None]):
                 self._has_read, before = True, self._own
                 del self._own  # in the process that reads: the dataset there is a copy
                 if self._own != before:
-                    number, reader = start.at, self._open(lane, start)
+                    # The others as well: some of them have drawn from it when they began.
+                    self._opened |= {each: self._open(each) for each in (lane, *self._opened)}
+                    number, reader = start.at, self._opened.pop(lane)
                     continue
             # So that states take at most a tenth of the time, however large they are.
             if samples and not again and read_s >= _PACE * took_s:

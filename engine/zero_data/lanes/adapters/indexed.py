@@ -58,6 +58,9 @@ class Indexed:
     shuffle: bool = True
     seed: int = 0
 
+    def __deepcopy__(self, _: object) -> Indexed:
+        return self  # all lanes read this one: they have its generators in common
+
     def open(self, lane: int, lanes: int, epoch: int, state: dict[str, Any] | None) -> Reader:
         """See `Source`."""
         return _Numbers(self, range(lane, size_of(self.dataset), lanes), epoch, state)
@@ -231,6 +234,9 @@ class Shards:
     """A dataset in shards, cut into equally long ranges of samples: one for each lane."""
 
     dataset: ShardedIterable
+
+    def __deepcopy__(self, _: object) -> Shards:
+        return self  # see `Indexed`
 
     def open(self, lane: int, lanes: int, epoch: int, state: dict[str, Any] | None) -> Reader:
         """See `Source`."""

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -75,26 +75,19 @@ class Iterables:
         if shared is None or not shared.joins(offset, at, inner):
             begin = partial(self._stream, part, parts, epoch)
             tried = self._library.parts(self._dataset, lanes) is None
-            stride, seed = len(range(part, lanes, parts)), self._seed
+            stride = len(range(part, lanes, parts))
+            # Those of now: some are made when a first sample is read.
+            seed = partial(_seed, generators_in_common(self._dataset))
             shared = _Shared(begin, stride, epoch, seed, whole=tried)
             shared.joins(offset, at, inner)
             self._shared[epoch, part] = shared
         return _Strided(shared, offset, parts)
 
-    @cached_property
-    def _common(self) -> list[Generator]:
-        """The generators that are not those of one copy."""
-        return generators_in_common(self._dataset)
-
-    def _seed(self, seed: int) -> None:
-        seed_process(seed)
-        seed_generators(self._common, seed)
-
     def _parts(self, lanes: int, epoch: int) -> int:
         parts = self._library.parts(self._dataset, lanes) if lanes > 1 else 1
         if parts is None and self._divides is None:
             # A copy is tried, and the random numbers are those of before: no lane misses anything.
-            with seeded(0), kept_generators(self._common):
+            with seeded(0), kept_generators(generators_in_common(self._dataset)):
                 tried = self._stream(0, lanes, epoch, None)
                 next(iter(tried), None)
             self._divides = tried.worker.asked
@@ -104,6 +97,12 @@ class Iterables:
         # A function has told its dataset already; as a worker it would be divided once more.
         alone = not isinstance(self._dataset, Iterable)
         return _Stream(self._dataset, self._library, Worker(part, parts, epoch, alone=alone), state)
+
+
+def _seed(common: list[Generator], seed: int) -> None:
+    """Seed the process, and the generators that are not those of one copy."""
+    seed_process(seed)
+    seed_generators(common, seed)
 
 
 class _Stream(Iterator[Any]):
