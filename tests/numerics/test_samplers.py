@@ -154,6 +154,7 @@ SAMPLERS: list[tuple[type, dict[str, Any], bool | str | Sequence[int]]] = [
     (Batches, batched(Batches(RandomSampler(DATA), 4, False)), SHUFFLED),
     (BatchSampler, batched(BatchSampler(Backwards(DATA), 3, True)), [7, 6, 5, 4, 3, 2]),
     (list, batched([[3, 1, 2], [0]]), [3, 1, 2, 0]),
+    (list, batched([[3, 1], [], [2], [0], []]), [3, 1, 2, 0]),
     (Lengths, batched(Lengths()), SHUFFLED),
     (Clock, batched(Clock()), "a Clock, draws other batches when .*set_epoch"),
     (Endless, batched(Endless()), "an? Endless, has more than 16 .* says that it has 4"),
@@ -218,6 +219,8 @@ def test_a_sampler_is_taken_exactly_or_refused_by_name(worlds: WorldPool) -> Non
         elif not isinstance(order, bool):
             assert "batch_sampler" in options or len(samples) == len(options["sampler"])
             assert set(samples) <= set(order)
+            # A step that not all micro-batches have is filled with others, which do not count.
+            assert "batch_sampler" not in options or set(samples) == set(order)
         else:
             assert sorted(samples) == list(range(SIZE))
             assert (samples != list(range(SIZE))) == order

@@ -175,7 +175,7 @@ class Batches:
                 f"than {most} batches in an epoch and says that it has {says}: it may have no end; "
                 f"let it end, or {_BATCH_SIZE}"
             )
-        return drawn
+        return [batch for batch in drawn if batch]  # an empty one would end its lane
 
 
 _BATCH_SIZE = "give batch_size and shuffle in its place"
