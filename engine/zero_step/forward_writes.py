@@ -19,6 +19,7 @@ generator that the first forward makes and keeps is an error: nobody has seeded 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from zero_comm.exchange.collectives import Collectives
 from zero_comm.exchange.objects import gather_objects
 from zero_contract.errors import ConfigError, ZeroError
-from zero_data.generators import is_generator
+from zero_data.generators import generators_of, is_generator
 
 _PARAMETER = (
     "the forward writes to the parameter {}: each rank would write what its own samples say, and "
@@ -91,8 +92,8 @@ class ForwardWrites:
         """What the first micro-batch has left in them, if this rank has run it."""
         self._numbers: dict[str, dict[str, float]] = {}
         """Of each module the numbers in its attributes, before the first forward of the run."""
-        self._generators: set[str] = set()
-        """The attributes that had a generator at that time."""
+        self._generators: Counter[str] = Counter()
+        """Where there were generators at that time."""
         self._told: set[str] = set()
         """The buffers and attributes that a warning has named."""
         self._begun = False
@@ -205,13 +206,16 @@ class ForwardWrites:
             for name, module in self._module.named_modules()
         }
 
-    def _of_generators(self) -> set[str]:
-        return {
+    def _of_generators(self) -> Counter[str]:
+        found = Counter(
             f"{name}.{key}" if name else key
             for name, module in self._module.named_modules()
             for key, each in vars(module).items()
             if is_generator(each)
-        }
+        )
+        for kind in {type(module) for module in self._module.modules()}:
+            found[f"that {kind.__name__} uses of its class or file"] = len(generators_of(kind))
+        return found
 
     def drop(self, micro: int) -> None:
         """Drop what was written since the begin of a micro-step; of the first one: of the step."""

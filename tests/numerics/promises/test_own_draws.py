@@ -149,15 +149,31 @@ class MakesLate(Net):
         return super().forward(x + 0.1 * torch.randn(x.shape, generator=self.rng))
 
 
+class MakesLateOfClass(Net):
+    rng: np.random.Generator | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        MakesLateOfClass.rng = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if MakesLateOfClass.rng is None:
+            MakesLateOfClass.rng = np.random.default_rng()
+        return super().forward(x + 0.1 * float(MakesLateOfClass.rng.random()))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(MakesLate, "rng"), (MakesLateOfClass, "that {}MakesLateOfClass uses of its class or file")],
+)
 def test_a_generator_that_the_first_forward_makes_is_refused_by_name(
-    worlds: WorldPool, tmp_path: Path
+    worlds: WorldPool, tmp_path: Path, model: type[Net], name: str
 ) -> None:
     places: list[Place] = [("plain", 1), ("ddp", 2), ("fsdp2", 2), ("stage0", 2), ("stage3", 2)]
-    found = everywhere(worlds, Recipe(model=MakesLate), tmp_path, places)
-    for place, told in found.items():
-        assert ["makes the generator of random numbers rng" in each for each in told] == [True], (
-            place
-        )
+    for place, told in everywhere(worlds, Recipe(model=model), tmp_path, places).items():
+        named = name.format("FSDP" if place[0] == "fsdp2" else "")
+        said = f"makes the generator of random numbers {named}: on each rank"
+        assert [said in each for each in told] == [True], place
 
 
 class OwnOrder(torch.utils.data.IterableDataset[tuple[Tensor, ...]]):
