@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zero_comm.worker.distributed import local_device
+from zero_contract.errors import ConfigError
 
 __all__ = ["Accelerator", "get_accelerator", "is_current_accelerator_supported"]
 
@@ -233,6 +234,39 @@ class Accelerator:
 
     def replay_graph(self, graph: Any) -> None:
         """Run a graph."""
+
+    # ---- compilers, and variables of the environment ----
+
+    _compile_backend = "inductor"
+
+    def amp(self) -> Any:
+        """The module of autocast for the device."""
+        return getattr(torch, self._name).amp
+
+    def get_compile_backend(self) -> str:
+        """The backend to give to torch.compile."""
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        """Choose the backend to give to torch.compile."""
+        if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+            raise ConfigError(f"set_compile_backend({backend!r}): give one of {', '.join(known)}")
+        self._compile_backend = backend
+
+    def visible_devices_envs(self) -> list[str]:
+        """The variables that say which devices a process sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(
+        self, current_env: dict[str, str], local_accelerator_ids: Iterable[int]
+    ) -> None:
+        """Write these variables to an environment."""
+        for name in self.visible_devices_envs():
+            current_env[name] = ",".join(map(str, local_accelerator_ids))
+
+    def export_envs(self) -> list[str]:
+        """The first letters of variables that a launcher hands to other nodes."""
+        return ["NCCL"] if self.communication_backend_name() == "nccl" else []
 
 
 class Cuda(Accelerator):

@@ -22,6 +22,7 @@ from tests.support.cluster import environment
 from tests.support.models import make_model
 from tests.support.training import config, make_engine, run_micro_step, train
 from tests.support.world import WorldError, WorldPool, one_result
+from zero_contract.errors import ConfigError
 from zero_deepspeed.checkpoint import ds_to_universal
 from zero_deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from zero_deepspeed.utils import (
@@ -59,7 +60,9 @@ ACCELERATOR = (
     "Event Stream stream current_stream default_stream range_push range_pop lazy_call "
     "get_rng_state set_rng_state default_generator memory_cached max_memory_cached memory_stats "
     "reset_max_memory_allocated is_pinned is_synchronized_device FloatTensor HalfTensor "
-    "BFloat16Tensor create_graph capture_to_graph replay_graph is_triton_supported"
+    "BFloat16Tensor create_graph capture_to_graph replay_graph is_triton_supported amp "
+    "get_compile_backend set_compile_backend visible_devices_envs set_visible_devices_envs "
+    "export_envs"
 )
 
 
@@ -76,6 +79,20 @@ def test_every_name_is_where_scripts_import_it_from() -> None:
     ]
     device = zero_deepspeed.get_accelerator()
     assert missing + [name for name in ACCELERATOR.split() if not hasattr(device, name)] == []
+
+
+@pytest.mark.filterwarnings("ignore:.*autocast")  # torch's, of the name that DeepSpeed gives
+def test_a_script_compiles_and_autocasts_by_what_the_accelerator_names() -> None:
+    device = zero_deepspeed.get_accelerator()
+    ones = torch.ones(2, 2, device=device.device_name())
+    with device.amp().autocast(dtype=torch.bfloat16):
+        assert (ones @ ones).dtype == torch.bfloat16
+    assert device.get_compile_backend() == "inductor"
+    with pytest.raises(ConfigError, match=r"'inductr'\): give one of .*inductor"):
+        device.set_compile_backend("inductr")
+    given: dict[str, str] = {}
+    device.set_visible_devices_envs(given, [0, 2])
+    assert given == {"CUDA_VISIBLE_DEVICES": "0,2"}
 
 
 @pytest.mark.parametrize(
