@@ -124,7 +124,8 @@ def seen_s(seen: KeyValue | None) -> float | None:
 
 def by_node(prefix: str, items: Sequence[KeyValue]) -> dict[str, dict[str, Any]]:
     """The records below a prefix, by the rest of the key; empty for one of another version."""
-    return {item.key.removeprefix(prefix): kept(dict[str, Any], item) or {} for item in items}
+    found = {item.key.removeprefix(prefix): _typed(_Progressed, item.value) for item in items}
+    return {name: record or {} for name, record in found.items()}
 
 
 def read_goodput(item: KeyValue | None) -> dict[Use, int]:
@@ -164,6 +165,21 @@ _Time = Annotated[float, Meta(ge=0, lt=253_402_300_800)]
 """Seconds since the epoch, before the year 10000: no calendar of Python goes on."""
 _Span = Annotated[float, Meta(gt=-1e9, lt=1e9)]
 """Seconds between two events of a job, by one clock or by two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Progressed:
+    """The fields of a node's progress that are more than words to a reader, with their types."""
+
+    time: _Time = 0.0
+    step: int | None = None
+    loss: float | None = None
+    samples: int = 0
+    tokens: int = 0
+    total_steps: int = 0
+    ram: dict[str, int] = dataclasses.field(default_factory=dict)
+    strain: dict[str, float] = dataclasses.field(default_factory=dict)
+    pids: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -490,10 +506,15 @@ class Event:
 
 def parse(text: str) -> dict[str, Any] | None:
     """The record of an event; None if it is none, or a field has not the type that readers need."""
+    return _typed(_Told, text)
+
+
+def _typed(kind: type[Any], text: str) -> dict[str, Any] | None:
+    """A record with all of its fields; None if one of them has not the type that it has there."""
     with contextlib.suppress(SpecMismatch):
-        # For its types alone: the fields that it lacks are kept as well.
-        records.read(_Told, text)
-        return records.read(dict[str, Any], text)
+        record = records.read(dict[str, Any], text)
+        records.read(kind, record)
+        return record
     return None
 
 

@@ -419,6 +419,21 @@ def test_a_job_that_is_unreadable_does_not_hide_the_progress_of_the_others(memor
     assert found == {"gpt": ("LOST", {"idle": 1}), "old": ("UNREADABLE", {})}
 
 
+@pytest.mark.parametrize("value", [None, "x", -1.5, [1], {"a": "b"}, 10**30])
+def test_progress_that_is_damaged_hides_that_node_alone(memory, value):
+    job = Job(memory)
+    job.live("ab")
+    job.round(1, "ACTIVE", "ab")
+    memory.put(progress_prefix("gpt") + "b", '{"step": 44, "pids": {"2": 4711}}')
+    for name in ("step", "time", "samples", "tokens", "total_steps", "ram", "pids", "pace"):
+        damaged = {"step": 40, "devices": "one", name: value}
+        memory.put(progress_prefix("gpt") + "a", json.dumps(damaged))
+        memory.put(seen_key("gpt"), json.dumps({name: value}))
+        now = read(job)
+        assert ([row.node for row in now.members], now.members[1].step) == (["a", "b"], 44), name
+        assert "4711" in shown(now)
+
+
 def test_the_goodput_is_that_of_all_nodes_together(memory):
     job = Job(memory)
     assert "goodput" not in shown(read(job))
