@@ -28,6 +28,7 @@ from tests.support.waiting import wait_for
 from zero_data.ledger import read_ledger, verify
 
 CTL = [sys.executable, "-m", "zero_orchestrator"]
+BUFFERED = {**os.environ, "PYTHONUNBUFFERED": ""}
 
 
 def ctl(*words: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -171,22 +172,31 @@ def test_rendered_files_can_be_written_to_a_directory(tmp_path):
     assert f"--output={tmp_path}/file" in done.stderr
 
 
-def test_the_reader_of_a_pipe_may_leave(tmp_path):
-    words = [*CTL, "render", str(job_file(tmp_path, checkpoint={"path": "/c"})), "--to", "slurm"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+@pytest.fixture(params=["render FILE --to=slurm", "completion bash"])
+def printing(request, tmp_path):
+    """A command that prints, without etcd."""
+    path = job_file(tmp_path, checkpoint={"path": "/c"})
+    return [*CTL, *request.param.replace("FILE", str(path)).split()]
+
+
+def test_the_reader_of_a_pipe_may_leave(printing):
+    with subprocess.Popen(
+        printing, env=BUFFERED, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
     wait_for(lambda: process.poll() is not None, 150, "zero-ctl ends")
+    assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_a_disk_that_is_full_is_one_message(tmp_path):
-    words = [*CTL, "render", str(job_file(tmp_path, checkpoint={"path": "/c"})), "--to", "slurm"]
+def test_a_disk_that_is_full_is_one_message(printing):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
-        )
+            printing,
+            env=BUFFERED, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
     assert (done.returncode, done.stderr) == (
         2, "zero-ctl: [Errno 28] No space left on device\n",
     )  # fmt: skip

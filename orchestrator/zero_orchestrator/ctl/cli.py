@@ -128,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.getLogger("zero_orchestrator").setLevel(logging.CRITICAL)  # errors are printed here
     try:
         code = _run(args)
+        print(end="", flush=True)  # a failure at the end of Python would be told by Python
     except ZeroError as error:
         remedy = ""
         if isinstance(error, StoreUnavailable):

@@ -72,7 +72,7 @@ def _render(args: argparse.Namespace) -> int:
     job = _read(args.file)
     rendered = RENDERERS[args.to](job)
     if args.output is None:
-        print(files.shown(rendered), end="", flush=True)
+        print(files.shown(rendered), end="")
     else:
         for path in files.write(rendered, args.output):
             print(path)
