@@ -140,4 +140,5 @@ class _File:
 
 def _us(at_s: float) -> int:
     # What a worker has measured is any float, and NaN and infinity are no integers.
-    return round(1e6 * at_s) if math.isfinite(at_s) else 0
+    at_us = 1e6 * at_s
+    return round(at_us) if math.isfinite(at_us) else 0

@@ -50,6 +50,17 @@ def test_a_verdict_holds_until_it_is_withdrawn_or_its_round_ends():
     ]
 
 
+def test_no_problem_ends_before_it_begins_whatever_the_clocks_of_the_nodes_show():
+    events = [
+        told(50.0, "straggler", rank=3, host="b", slow=True),
+        told(40.0, "interrupt", node="c"),
+        told(60.0, "stuck", hosts=["b"], stuck=True),
+        told(45.0, "finish", node="c"),
+    ]
+    ended = dataclasses.replace(RUNS, state=State.DONE)
+    assert found(events, ended, now_s=46.0) == [("straggler", "b", 50, 50), ("stuck", "b", 60, 60)]
+
+
 def test_a_job_that_takes_no_step_has_taken_none_since_its_last_one():
     points = [Point(step=n, time_s=float(n), samples=0, workers=2) for n in range(1, 10)]
     events = [

@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.pictured import disturbed
@@ -115,6 +115,11 @@ def test_the_phases_of_a_page_and_of_its_file_are_together_as_long_as_the_recove
 
 _KINDS = st.sampled_from([*EVENTS, "?"])
 _SECONDS = st.floats(-100, 100)
+_ODD = [
+    (1.0, "a", 1, "interrupt", {}),
+    (2.0, "a", 2, "start", {}),
+    (3.0, "a", 2, "first step", {"ranks": {"0": [("imports", 1e308), ("load", float("nan"))]}}),
+]
 _FACTS = st.fixed_dictionaries(
     {},
     optional={
@@ -136,6 +141,7 @@ _HISTORIES = st.lists(
 
 
 @given(_HISTORIES, st.lists(_SECONDS, max_size=5), _SECONDS)
+@example(_ODD, [], 5.0)
 def test_any_history_gives_a_valid_file_whose_phases_fill_each_recovery(history, steps_s, end_s):
     events = [
         Event(n, {"time": at_s, "node": node, "round": of, "event": kind, **facts})

@@ -84,9 +84,11 @@ def _closed(
     found: list[PageProblem], status: JobStatus, points: Sequence[Point], now_s: float
 ) -> list[PageProblem]:
     """The problems with what is known apart from the events."""
+    for one in found:
+        ends_s = now_s if status.ended and one.to_s is None else one.to_s
+        # By the clocks of two nodes it may end before it begins.
+        one.to_s = None if ends_s is None else max(ends_s, one.from_s)
     if status.ended:
-        for one in found:
-            one.to_s = max(now_s, one.from_s) if one.to_s is None else one.to_s
         return found
     # The event of a save that fails tells the first one; the record of the job has the last.
     for one in found:
