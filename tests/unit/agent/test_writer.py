@@ -208,19 +208,25 @@ def test_a_journal_whose_directory_cannot_be_made_says_so_once_and_stops_nobody(
 ROOM_BYTES = 1 << 20
 
 
-def test_of_output_that_a_disk_takes_in_part_the_rest_is_written_or_said_to_be_missing(
-    tmp_path, caplog
-):
+def test_output_goes_on_when_a_full_disk_has_room_and_what_is_missing_is_said(tmp_path, caplog):
     path, limits = tmp_path / "stdout.log", resource.getrlimit(resource.RLIMIT_FSIZE)
     file = File(path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM_BYTES, limits[1]))
     try:
         file.write(b"x" * (ROOM_BYTES + 1))
+        file.write(b"yy")
         assert file.writer.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.stat().st_size == ROOM_BYTES
-    assert caplog.messages == [f"the output in {path} ends here: [Errno 27] File too large"]
+    file.write(b"z")
+    file.write(b"z")
+    assert file.writer.flush()
+    file.close()
+    note = b"\n[zero: 3 bytes are missing here]\n"
+    assert path.read_bytes() == b"x" * ROOM_BYTES + note + b"zz"
+    assert caplog.messages == [
+        f"the output in {path} ends here until it has room: [Errno 27] File too large"
+    ]
 
 
 def test_a_line_in_json_is_cut_where_a_terminal_ends_it_alone():

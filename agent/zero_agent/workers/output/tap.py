@@ -52,14 +52,17 @@ class _Behind:
         """Queue all of `data`, or drop it if the queue is full."""
         # The note stands where bytes are missing: before the next output that fits.
         dropped_bytes = self._dropped_bytes
-        note = f"\n[zero: {dropped_bytes} bytes are missing here]\n" if dropped_bytes else ""
-        if self.writer.put(self._write_now, note.encode() + data):
+        if self.writer.put(self._write_now, _note(dropped_bytes) + data):
             self._dropped_bytes -= dropped_bytes
         else:
             self._dropped_bytes += len(data)
 
     def _write_now(self, data: bytes) -> None:
         raise NotImplementedError
+
+
+def _note(missing_bytes: int) -> bytes:
+    return f"\n[zero: {missing_bytes} bytes are missing here]\n".encode() if missing_bytes else b""
 
 
 class Terminal(_Behind):
@@ -104,6 +107,7 @@ class File(_Behind):
         self._size_bytes = 0
         self._file: BinaryIO | None = None
         self._broken = False
+        self._lost_bytes = 0
         self.writer.put(self._write_now, b"")  # the file exists even if nothing is printed
 
     def close(self) -> None:
@@ -111,12 +115,11 @@ class File(_Behind):
         self.writer.put(self._close_now, b"")
 
     def _write_now(self, data: bytes) -> None:
-        """Append `data`, or give up on this file for good."""
-        if self._broken:
-            return
+        """Append `data`, behind a note of what a full disk has not taken before."""
+        left = _note(self._lost_bytes) + data
         try:
             # Half of the limit is for the older part, which this file becomes.
-            if self._limit_bytes and self._size_bytes + len(data) > self._limit_bytes // 2:
+            if self._limit_bytes and self._size_bytes + len(left) > self._limit_bytes // 2:
                 # Several workers append to one file of filtered lines: another may have moved it.
                 moved = self._file is not None and not (
                     self._path.exists()
@@ -130,19 +133,22 @@ class File(_Behind):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = self._path.open("ab", buffering=0)
                 self._size_bytes = self._file.tell()
-            while data:  # a disk that fills up takes a part, which the number alone tells
-                data = data[self._file.write(data) :]
+            while left:  # a disk that fills up takes a part, which the number alone tells
+                left = left[self._file.write(left) :]
             # With what others have appended: the position is the end of the file.
             self._size_bytes = self._file.tell()
+            self._broken, self._lost_bytes = False, 0
         except OSError as error:
+            self._lost_bytes += min(len(left), len(data))  # of a note, nothing is lost
+            if not self._broken:
+                log.warning("the output in %s ends here until it has room: %s", self._path, error)
             self._broken = True
             self._close_now(b"")
-            log.warning("the output in %s ends here: %s", self._path, error)
 
     def _close_now(self, _: bytes) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()  # it may raise: some file systems write only now
 
 
 FILES = Writer("zero-files")
