@@ -12,15 +12,17 @@ A forward that writes to a parameter is an error: each rank would write what its
 train a model of its own.
 
 What a forward keeps elsewhere is a warning: in a buffer that no checkpoint has, in a number in an
-attribute, of which each rank has its own, or over the ranks of a micro-step (SyncBatchNorm). A
+attribute, of which each rank has its own, or over the ranks of a micro-step (SyncBatchNorm). So is
+a buffer that the ranks hold differently, as one that a script has written to on one of them. A
 generator that the first forward makes and keeps is an error: nobody has seeded it.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from zero_comm.exchange.collectives import Collectives
 from zero_comm.exchange.objects import gather_objects
 from zero_contract.errors import ConfigError, ZeroError
 from zero_data.generators import generators_of, is_generator
+from zero_step.checks.bit_sum import bit_sum
 
 _PARAMETER = (
     "the forward writes to the parameter {}: each rank would write what its own samples say, and "
@@ -59,11 +62,19 @@ _MADE = (
     "restart, it gives its first numbers to another micro-batch. Make it in the constructor of the "
     "module, where it is found and seeded for each micro-batch; or draw from torch's own"
 )
+_DIFFERS = (
+    "the buffer %s has different values on the ranks: a script has written to it on some of them, "
+    "or not the same, or a forward has made it of its own samples. Each rank computes with its "
+    "own, so results depend on the number of ranks; write the same on all ranks, and register "
+    "what a forward keeps when the module is made"
+)
 _SYNC = (
     "%s is a SyncBatchNorm, which normalizes over the micro-batches that the ranks run at the same "
     "time: results depend on the world size; BatchNorm does not"
 )
 _CPU = torch.device("cpu")
+_FEW = 1 << 20
+"""Elements of a buffer that is kept in every step: a forward may begin to write to it in any."""
 _log = logging.getLogger(__name__)
 
 
@@ -71,6 +82,8 @@ class ForwardWrites:
     """The writes of forwards to one module, on one rank."""
 
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
+        self.unsaved = ""
+        """A buffer that forwards write to and no checkpoint has; empty: there is none."""
         self._module = module
         self._collectives = collectives
         self._modes: list[bool] | None = None
@@ -88,6 +101,8 @@ class ForwardWrites:
         """The buffers themselves."""
         self.before: dict[str, Tensor] = {}
         """What they held when the step began; empty between two steps."""
+        self._versions_before: dict[str, int | None] = {}
+        """Of those buffers; None: what they hold is compared."""
         self._after: dict[str, Tensor] = {}
         """What the first micro-batch has left in them, if this rank has run it."""
         self._numbers: dict[str, dict[str, float]] = {}
@@ -96,7 +111,11 @@ class ForwardWrites:
         """Where there were generators at that time."""
         self._told: set[str] = set()
         """The buffers and attributes that a warning has named."""
+        self._seen: dict[str, int] | None = None
+        """The versions of all buffers between two steps; None: before the first."""
         self._begun = False
+        self._is_untouched = False
+        """Whether there was no forward in this step yet."""
         self._first = 0, 0
         """Micro-step and rank that run the first micro-batch of the step."""
         self._micro = 0
@@ -114,17 +133,31 @@ class ForwardWrites:
             compares = self._find()
             # A kernel may write to a buffer without a trace in its version (batch norm does), so
             # buffers are compared: all of them in the first step, and in each before which the
-            # script has called `train()` or `eval()` of a module that has some. Later only those
-            # are kept which have been written to: a model may have gigabytes of buffers that never
-            # change, such as quantized weights.
-            names = self._owners if compares else self._written
-            self._own = {name: self._buffer(name) for name in names}
-            # Compared where there is room: nearly all of them are of no use after this step.
-            self.before = {
-                name: each.detach().to(each.device if name in self._written else _CPU, copy=True)
-                for name, each in self._own.items()
-            }
+            # script has called `train()` or `eval()` of a module that has some. Later small ones
+            # are kept, and those which have been written to: a model may have gigabytes of buffers
+            # that never change, such as quantized weights.
+            known = set(self._written)
+            for name, (module, key) in self._owners.items():
+                each, is_known = module._buffers.get(key), name in known
+                if each is not None and (compares or is_known or each.numel() <= _FEW):
+                    self._keep(name, each, compares=compares and not is_known)
+            self._is_untouched = True
         self._versions = [each._version for each in self._parameters.values()]
+
+    def begin_forward(self, *_: object) -> None:
+        """A forward begins: what the script has written before the first one of a step stays."""
+        is_first, self._is_untouched = self._is_untouched, False
+        for name in [*self._own] if is_first else ():
+            module, key = self._owners[name]
+            if (each := module._buffers.get(key)) is not None and self._is_touched(name, each):
+                self._keep(name, each, compares=self._versions_before[name] is None)
+
+    def _keep(self, name: str, buffer: Tensor, *, compares: bool) -> None:
+        """Keep what a buffer holds as the step begins."""
+        self._own[name] = buffer
+        self._versions_before[name] = None if compares else _version(buffer)
+        # Compared where there is room: nearly all of them are of no use after this step.
+        self.before[name] = buffer.detach().to(_CPU if compares else buffer.device, copy=True)
 
     def check_parameters(self) -> None:
         """Check, after a forward of the micro-step, that it has written to no parameter.
@@ -162,8 +195,25 @@ class ForwardWrites:
         self._micro += 1
 
     def note(self) -> int:
-        """A note for the end of a step: how many buffers this rank knows to be written to."""
-        return len(self._written) + len(self._found)
+        """A note for the end of a step: what this rank knows of writes, in the bits of an fp32."""
+        known, seen = {*self._written, *self._found}, self._seen or {}
+        told = sorted(known)
+        for name, each in self._held(known).items():
+            if seen.get(name) != _version(each):
+                told.append(f"{name} {int(bit_sum(each))}")
+        return zlib.crc32("".join(told).encode()) >> 8
+
+    def _held(self, known: Container[str] = ()) -> dict[str, Tensor]:
+        """The buffers beside those that forwards are known to write to."""
+        of_all = {name: module._buffers.get(key) for name, (module, key) in self._owners.items()}
+        return {
+            name: each
+            for name, each in of_all.items()
+            if each is not None and name not in known and each.layout is torch.strided
+        }
+
+    def _now(self) -> dict[str, int]:
+        return {name: _version(each) for name, each in self._held().items()}
 
     def end_step(self, notes: Iterable[float]) -> None:
         """Give all ranks what the first micro-batch of the step has left. Collective.
@@ -174,18 +224,25 @@ class ForwardWrites:
             PeerLost: A peer is lost.
             ZeroError: A forward on another rank writes to a buffer that this module lacks.
         """
-        if max(notes) > len(self._written):
+        if self._found or len({*notes}) > 1:
+            held = self._held({*self._written, *self._found})
+            bits = {n: [list(each.shape), int(bit_sum(each))] for n, each in held.items()}
             everybodys = gather_objects(
-                sorted(self._found), "buffers that are written to", self._collectives.everybodys
+                [sorted(self._found), bits], "what buffers hold", self._collectives.everybodys
             )
-            self._written = sorted(
-                {*self._written, *(name for each in everybodys for name in each)}
-            )
+            found = {name for each, _ in everybodys for name in each}
+            self._written = sorted({*self._written, *found})
+            for name, (shape, own) in everybodys[0][1].items():
+                theirs = [each[name] for _, each in everybodys if name in each]
+                # Of another shape it is a cache.
+                if name not in found and any(s == shape and b != own for s, b in theirs):
+                    self._warn(_DIFFERS, name)
             if absent := [name for name in self._written if name not in self._owners]:
                 raise ZeroError(_ABSENT.format(absent[0]))
             for name in self._written:
                 module, key = self._owners[name]
                 if key in module._non_persistent_buffers_set:
+                    self.unsaved = name
                     self._warn(_NOT_PERSISTENT, name)
         if self._written:
             held = {name: self._buffer(name) for name in self._written}
@@ -194,6 +251,7 @@ class ForwardWrites:
             left = {**held, **self.before, **self._after}
             self._put(self._shared([left[name] for name in self._written]), self._written)
         self._close()
+        self._seen = self._now()
 
     def _warn(self, what: str, name: str) -> None:
         if name not in self._told and self._collectives.rank == 0:
@@ -229,6 +287,7 @@ class ForwardWrites:
         self._found.clear()
         for each in (self._own, self.before, self._after):
             each.clear()
+        self._versions_before.clear()
 
     def _find(self) -> bool:
         """Find the buffers; whether they have to be compared."""
@@ -251,10 +310,11 @@ class ForwardWrites:
                 self._warn(_SYNC, name)
         self._parameters = dict(self._module.named_parameters())
         # A forward may make buffers: those of the first one are known to the second.
-        again = owners.keys() != self._owners.keys()
-        if not self._owners:
-            self._numbers, self._generators = self._attributes(), self._of_generators()
+        again = self._seen is None or owners.keys() != self._owners.keys()
         self._owners = owners
+        if self._seen is None:
+            self._numbers, self._generators = self._attributes(), self._of_generators()
+            self._seen = self._now()
         self._modes = None if again else [module.training for module, _ in owners.values()]
         return True
 
@@ -269,7 +329,14 @@ class ForwardWrites:
         now, before = module._buffers.get(key), self.before[name]
         if now is None or (now.shape, now.dtype) != (before.shape, before.dtype):
             return False  # gone, or a cache
-        return name in self._written or not torch.equal(now.to(before.device), before)
+        if name in self._written:
+            return True
+        return self._is_touched(name, now) and not torch.equal(now.to(before.device), before)
+
+    def _is_touched(self, name: str, now: Tensor) -> bool:
+        """Whether a buffer may hold something else than as the step began."""
+        before = self._versions_before[name]
+        return before is None or now is not self._own[name] or _version(now) != before
 
     @torch.no_grad()
     def _put(self, values: dict[str, Tensor], names: Sequence[str]) -> None:
@@ -296,3 +363,8 @@ class ForwardWrites:
         for at, part in zip(order, packed.split([part.numel() for part in parts]), strict=True):
             shared[self._written[at]] = part.view(own[at].dtype).view(own[at].shape)
         return shared
+
+
+def _version(buffer: Tensor) -> int:
+    """How often it was written to; one of an inference does not tell."""
+    return -1 if buffer.is_inference() else buffer._version

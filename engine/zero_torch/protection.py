@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import DataLoader
 
 from zero_comm.exchange.objects import gather_objects_of_group
+from zero_comm.sums.order import NATIVE_RUN
 from zero_comm.worker.distributed import init_distributed
 from zero_contract.clock import process_age_s
 from zero_contract.errors import ConfigError
@@ -153,6 +154,8 @@ def protect(
     check_step(optimizer, sharded=wrapped.wrapper is Wrapper.FSDP2)
     if step_without_fusion(optimizer) and dist.get_rank() == 0:
         _log.warning("%s", _FUSED.format(type(optimizer).__name__))
+    if chosen.elastic.is_native and dist.get_rank() == 0:
+        _log.warning("%s", NATIVE_RUN)
     if "seed" not in (config or {}).get("elastic", {}) and dist.get_rank() == 0:
         # Seeds that the script has set elsewhere, and that this run does not take. From 2**32 on
         # that of torch is its own or this project's.

@@ -25,7 +25,6 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_checkpoint.training import Loading
 from zero_comm.exchange.cpu.malloc import keep_freed_memory
-from zero_comm.sums.order import NATIVE_RUN
 from zero_comm.sums.reduction import Turn
 from zero_comm.waiting import transport_failures
 from zero_comm.worker.agent_link import exit_on_peer_loss
@@ -158,19 +157,17 @@ class Run(Checkpoints):
 
     def start(self) -> None:
         """See `Checkpoints.start`."""
-        options = self._chosen.elastic
         self._training.ordered = Ordered(
             gradients=self._gradients,
             batch=self._batch,
             feed=self.loader,
-            seed=options.seed,
             sums=self._sums,
-            chosen=options,
+            chosen=self._chosen.elastic,
         )
-        if options.is_native and self._rank == 0:
-            _log.warning("%s", NATIVE_RUN)
         called, guard = self._wrapped.called, partial(exit_on_peer_loss, self._link)
-        if called._compiled_call_impl is None:  # else the hook would be compiled
+        if called._compiled_call_impl is None:  # else the hooks would be compiled
+            begin = HookOfOriginal(self._writes.begin_forward)
+            self._hooks.append(called.register_forward_pre_hook(begin, prepend=True))
             self._hooks.append(called.register_forward_hook(HookOfOriginal(self._end_forward)))
         self._hooks += hooks.attach(self._wrapped, self._gradients, self._collectives, guard)
         self._gradients.ends.append(self._end_backward)  # the last one: behind all gradients

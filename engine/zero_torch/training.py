@@ -33,8 +33,8 @@ from zero_data.position_loader import Feed
 from zero_step import record
 from zero_step.gradients.accumulation import Accumulation, check_block
 from zero_step.lane_states import LaneStates, lanes_of
-from zero_step.options import Elastic
 from zero_torch.ordered_gradients import OrderedGradients
+from zero_torch.settings import Elastic
 from zero_torch.state.shared_reads import SharedReads
 from zero_torch.state.stateful import META
 from zero_torch.state.training_state import TrainingState
@@ -60,7 +60,6 @@ class Ordered:
     gradients: OrderedGradients
     batch: BatchShape
     feed: Feed
-    seed: int
     sums: Accumulation
     """Where gradients are added."""
     chosen: Elastic
@@ -75,7 +74,7 @@ class Ordered:
             "dataset_size": self.feed.order.dataset_size,
             "lanes": lanes.record() if lanes is not None else None,
             "data": self.feed.known_as,
-            "seed": self.seed,
+            "seed": self.chosen.seed,
             "reduction": record_of_native(dist.get_backend(), "that of the sums")
             if self.chosen.is_native
             else record_of(self.gradients.block),

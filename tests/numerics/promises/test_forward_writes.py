@@ -5,23 +5,32 @@ Each module's loss depends on its buffers, so the weights show any difference.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from tests.numerics.promises.back_ends import (
+    FEW,
     IN,
     PLACES,
+    STEPS,
+    Net,
     Place,
     Recipe,
     by_torch_alone,
     everywhere,
+    hashes,
+    training,
 )
+from tests.support.saving import heard
 from tests.support.world import WorldPool
 
 
@@ -79,6 +88,12 @@ def seldom(m: Keeps, y: Tensor) -> Tensor:
     return in_place(m, y) if y.detach().sum() > 0 else m.down(y + m.mean)
 
 
+def late(m: Keeps, y: Tensor) -> Tensor:
+    """Begins with the third step, as what is kept after a warmup or every so many steps."""
+    m.seen += 1
+    return in_place(m, y) if m.seen > 2 else m.down(y)
+
+
 KEEPS: dict[str, Callable[[Keeps, Tensor], Tensor]] = {
     "batch norm": of_batch_norm,
     "in place": in_place,
@@ -86,6 +101,7 @@ KEEPS: dict[str, Callable[[Keeps, Tensor], Tensor]] = {
     "replaced": replaced,
     "a cache": a_cache,
     "seldom": seldom,
+    "late": late,
     "spectral norm": lambda m, y: m.down(y),
 }
 
@@ -115,6 +131,112 @@ def test_what_forwards_keep_is_that_of_the_first_micro_batch_of_each_step(
     (expected,) = worlds.run(1, by_torch_alone, recipe)
     for place, found in everywhere(worlds, recipe, tmp_path, places).items():
         assert found == expected, place
+
+
+def test_what_forwards_begin_to_keep_in_a_later_step_is_as_if_they_always_had(
+    worlds: WorldPool,
+) -> None:
+    recipe = Recipe(model=partial(Keeps, "late"), optimizer=sgd)
+    (expected,) = worlds.run(1, by_torch_alone, recipe)
+    for back_end, world in FEW:
+        assert worlds.run(world, hashes, recipe, back_end, STEPS) == [expected] * world, back_end
+
+
+class Scaled(Net):
+    """Its inputs are scaled by what a script writes to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+def shrink(module: Any, *_: object) -> None:
+    module.scale.mul_(0.8)
+
+
+def shrunk_once_in_a_step(back_end: str) -> str:
+    """A script that writes behind the draw of the first batch, in front of its forward."""
+    own, written = training(Recipe(model=Scaled, optimizer=sgd), back_end), -1
+    while own.step < STEPS:
+        for (batch,) in own.loader:
+            if own.step > written:
+                shrink(own.module)
+                written = own.step
+            own.backward(batch)
+            own.end()
+            if own.step == STEPS:
+                break
+    found = own.hash()
+    own.close()
+    return found
+
+
+def test_what_a_script_writes_in_front_of_the_first_forward_of_a_step_stays(
+    worlds: WorldPool,
+) -> None:
+    before = Recipe(model=Scaled, optimizer=sgd, before=shrink)
+    ((*_, expected),) = worlds.run(1, by_torch_alone, before)
+    for back_end, world in FEW:
+        assert worlds.run(world, shrunk_once_in_a_step, back_end) == [expected] * world, back_end
+
+
+class Lazy(Net):
+    """Makes a buffer in its first forward, of its samples or not."""
+
+    def __init__(self, of_samples: bool) -> None:
+        super().__init__()
+        self.of_samples = of_samples
+        self.register_buffer("scale", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.detach().mean(0) if self.of_samples else torch.ones(IN)
+        return super().forward(x * self.scale)
+
+
+def rank_0_alone(module: Any, _: object, step: int) -> None:
+    if step == 1 and dist.get_rank() == 0:
+        module.scale.fill_(2.0)
+
+
+def each_rank_its_own(module: Any, _: object, step: int) -> None:
+    if step == 1:
+        module.scale.fill_(2.0 + dist.get_rank())
+
+
+DIFFER: dict[str, tuple[Recipe, bool]] = {
+    "rank 0 alone": (Recipe(model=Scaled, before=rank_0_alone), True),
+    "each rank its own": (Recipe(model=Scaled, before=each_rank_its_own), True),
+    "made of samples": (Recipe(model=partial(Lazy, True)), True),
+    "made alike": (Recipe(model=partial(Lazy, False)), False),
+    "all ranks alike": (Recipe(model=Scaled, before=shrink), False),
+    "by forwards": (Recipe(model=partial(Keeps, "seldom")), False),
+    "caches of another shape": (Recipe(model=partial(Keeps, "a cache")), False),
+}
+"""Buffers, and whether the ranks are told that theirs differ."""
+
+
+def told_of_buffers(what: str, back_end: str) -> list[str]:
+    with heard(logging.WARNING) as lines:
+        own = training(DIFFER[what][0], back_end)
+        own.train(4)
+        own.close()
+    return [line for line in lines if "has different values on the ranks" in line]
+
+
+@pytest.mark.parametrize("back_end", ["ddp", "fsdp2", "stage2"])
+@pytest.mark.parametrize("what", DIFFER)
+@pytest.mark.corners(back_end=["ddp"])
+def test_buffers_that_differ_among_the_ranks_are_told_of_once_by_name(
+    worlds: WorldPool, what: str, back_end: str
+) -> None:
+    """DDP by itself gives all ranks those of rank 0 in each forward."""
+    first, second = worlds.run(2, told_of_buffers, what, back_end)
+    assert ["the buffer scale" in line for line in first] == [True] * DIFFER[what][1]
+    assert second == []
 
 
 class Writes(nn.Module):
