@@ -215,9 +215,12 @@ def _copied(value: Any) -> Any:
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
     """A context that ends with the buffers as they were."""
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    before = [(each, dict(each._buffers)) for each in module.modules()]
+    copies = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
     finally:
-        for buffer, kept in before:
+        for buffer, kept in copies:
             buffer.data.copy_(kept)  # through `data`: autograd need not notice
+        for owner, buffers in before:  # a forward may have replaced them
+            owner._buffers.update(buffers)

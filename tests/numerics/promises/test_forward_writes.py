@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from tests.numerics.promises.back_ends import (
     hashes,
     training,
 )
+from tests.numerics.promises.test_habits import strict
 from tests.support.saving import heard
 from tests.support.world import WorldPool
 
@@ -181,6 +183,17 @@ def test_what_a_script_writes_in_front_of_the_first_forward_of_a_step_stays(
     ((*_, expected),) = worlds.run(1, by_torch_alone, before)
     for back_end, world in FEW:
         assert worlds.run(world, shrunk_once_in_a_step, back_end) == [expected] * world, back_end
+
+
+@pytest.mark.parametrize("how", ["batch norm", "replaced"])
+def test_a_self_test_leaves_buffers_as_they_were(
+    worlds: WorldPool, tmp_path: Path, how: str
+) -> None:
+    recipe = Recipe(model=partial(Keeps, how), optimizer=sgd, within=strict)
+    tested = replace(recipe, sections={"elastic": {"deterministic": "error"}})
+    (expected,) = worlds.run(1, by_torch_alone, recipe)
+    for place, found in everywhere(worlds, tested, tmp_path, FEW).items():
+        assert found == expected, place
 
 
 class Lazy(Net):
