@@ -53,7 +53,8 @@ class GradientNorm:
         return self._names[number]
 
 
-_torchs = clip_grad._get_total_norm
+_clips: Any = clip_grad
+_torchs, _grouped = clip_grad._get_total_norm, _clips._group_tensors_by_device_and_dtype
 _runs: WeakSet[Norms] = WeakSet()
 
 
@@ -85,6 +86,8 @@ class Norms:
         """By the names of the parameters."""
         # torch's clip_grad_norm_ calls the first; scripts and torchtitan call the second.
         clip_grad._get_total_norm = utils.get_total_norm = _total_norm
+        # What torch does to gradients by itself begins with this call, as in clip_grad_value_.
+        _clips._group_tensors_by_device_and_dtype = _in_groups
         _runs.add(self)
 
     def end(self) -> None:
@@ -139,6 +142,12 @@ class Norms:
             total += norm.agreement.reach(norm.parts(gradients), torch.zeros(0)).norm
         return total
 
+    def see(self, tensors: Sequence[Tensor]) -> None:
+        """Let gradients have the weights of their tokens before torch itself looks at them."""
+        own = {id(each.grad) for each in self._gradients.trained.values()}
+        if any(id(each) in own for each in tensors):
+            self._is_ready(False)
+
 
 def scale(trained: Mapping[str, nn.Parameter], factor: float) -> None:
     """Multiply all gradients that there are."""
@@ -163,6 +172,12 @@ def _total_norm(
     # As torch answers for sharded gradients: a script may call full_tensor().
     mesh = given[0].device_mesh
     return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _in_groups(tensors: Any, *with_indices: Any) -> Any:
+    for each in tuple(_runs):
+        each.see(tensors[0])
+    return _grouped(tensors, *with_indices)
 
 
 def _division_of(parameter: Tensor, world: int) -> Division:

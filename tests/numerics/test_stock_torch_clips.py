@@ -85,6 +85,29 @@ def test_gradients_that_torch_clips_have_the_same_bits_at_every_world_size_and_w
         assert worlds.run(world, clipped, wrapper, name) == [expected] * world
 
 
+def weighed(wrapper: str, name: str, tokens: int) -> str:
+    """The weights if each sample has as many tokens, or is weighed by itself."""
+    model, optimizer, run = protected(wrapper)
+    for samples in batches(run, 2):
+        run.backward(model(samples), tokens=tokens * len(samples) if tokens else None)
+        CLIPS[name](model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.weight_hash()
+
+
+@pytest.mark.parametrize("wrapper", ["plain", "ddp", "fsdp2"])
+@pytest.mark.parametrize("name", sorted(CLIPS.keys() - {"a scaler", "tokens"}))
+@pytest.mark.corners(name=["each number", "the largest"], wrapper=["fsdp2"])
+def test_gradients_that_torch_clips_have_the_weights_of_their_tokens(
+    worlds: WorldPool, name: str, wrapper: str
+) -> None:
+    world = 1 if wrapper == "plain" else 2
+    (expected, *_) = worlds.run(1, weighed, "plain", name, 0)
+    for tokens in (16, 1024):  # a power of two rounds nothing
+        assert worlds.run(world, weighed, wrapper, name, tokens) == [expected] * world
+
+
 def norms(wrapper: str) -> list[float]:
     """The norms that torch tells: of a step, of what is left of it, and of nothing."""
     model, optimizer, run = protected(wrapper)
