@@ -45,6 +45,7 @@ _STEPPED = (
 )
 _CLIENT_STATE = "the script takes its client state from its load, which is not called again"
 _BEHIND = "no checkpoint has what the script has done behind its last loop over an epoch"
+_UNSAVED = "forwards write to the buffer {}, which no checkpoint has, and the last step is in none"
 _SAVE, _LOAD, _CLOSE = "a save", "a load", "the end of the training"
 """Calls of all ranks, as the detector of deadlocks names them."""
 NOTES = OF_PERSISTENCE + 2
@@ -337,6 +338,9 @@ class Session:
             return "no checkpoint is in memory yet; see checkpoint.ram"
         if self._persistence.script.client_source is not None:
             return _CLIENT_STATE
+        unsaved = self.writes.unsaved if self.writes is not None else ""
+        if unsaved and self._persistence.newest_in_memory < self._training.cursor.step:
+            return _UNSAVED.format(unsaved)
         assert self.staying is not None
         return _BEHIND if self.staying.lacks(self._persistence.newest_in_memory) else ""
 

@@ -46,6 +46,8 @@ def follow(_: nn.Module, optimizer: Any) -> None:
 class Life:
     """A process of a script, which dies in its first round, or goes on in others."""
 
+    until = UNTIL
+
     def __init__(
         self, recipe: Recipe, kind: str, victim: int = -1, moment: str = "", step: int = 0
     ) -> None:
@@ -81,7 +83,7 @@ class Life:
             if own.step > before:
                 self.behind(before)
             self.reach(BEHIND)
-            if own.step == UNTIL:
+            if own.step == self.until:
                 break
         else:
             self.behind_epoch()
@@ -99,7 +101,7 @@ class Life:
     def live(self, directory: str) -> tuple[str, int]:
         own = self.own
         own.load(directory)
-        while own.step < UNTIL:
+        while own.step < self.until:
             self.train_epoch()
         result = own.hash(), self.cursor.samples
         own.close()
@@ -177,6 +179,36 @@ def test_a_step_that_loses_a_peer_has_no_effect_on_buffers_that_no_checkpoint_ha
 ) -> None:
     recipe = Recipe(model=Follows, of_wrapper=())
     ends_alike(job, worlds, tmp_path, recipe, kind, ("dies", 1, "a backward", 5))
+
+
+def begun_again(recipe: Recipe, directory: str, step: int) -> tuple[str, int]:
+    """One rank, whose script is started again behind a step."""
+    life = Life(recipe, "plain")
+    life.until = step
+    while life.own.step < step:
+        life.train_epoch()
+    life.own.save(directory)
+    life.own.close()
+    return lived(directory, recipe, "plain")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "stage2"])
+@pytest.mark.corners(kind=["ddp"])
+def test_who_would_go_back_further_than_the_lost_step_is_started_anew_with_such_buffers(
+    job: Callable[..., Job], worlds: WorldPool, tmp_path: Path, kind: str
+) -> None:
+    kept = {"checkpoint": {"ram": {"every_steps": 4}}}
+    recipe = Recipe(model=Follows, of_wrapper=(), sections=kept)
+    one = job(lived, str(tmp_path / "checkpoints"), recipe, kind, 1, "a backward", 6)
+    one.memory = tmp_path / "memory"
+    one.memory.mkdir()
+    one.begin([], joining=3)
+    one.run_on()
+    assert one.parted() == []
+    one.begin([], joining=3)
+    found = [result for _, result in one.to_end()]
+    expected = worlds.run(1, begun_again, recipe, str(tmp_path / "alone"), 4)
+    assert set(found) == {*expected}
 
 
 CHANGES = st.tuples(
