@@ -180,8 +180,15 @@ def replace(owner: Any, name: str, held: Callable[..., Any]) -> None:
 
 def derive(owner: Any, name: str, held: Callable[..., Any]) -> None:
     """Replace one through a derived class: the state_dict of a scheduler has all its attributes."""
-    base = type(owner)
-    owner.__class__ = type(base.__name__, (base,), {name: _method(owner, name, held)})
+    base: Any = type(owner)
+
+    def as_it_was(self: Any, _protocol: Any) -> Any:
+        """Of a copy, or in a file: the class without this, whose calls are its own."""
+        make, (_, *given), *rest = base.__reduce_ex__(self, 1)  # later ones allow no other class
+        return make, (base, *given), *rest
+
+    own = {name: _method(owner, name, held), "__reduce_ex__": as_it_was}
+    owner.__class__ = type(base.__name__, (base,), own)
 
 
 def _method(owner: Any, name: str, held: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -63,6 +65,44 @@ def test_an_average_of_the_weights_takes_each_step_once_at_every_world_size(
     worlds: WorldPool, turn: str
 ) -> None:
     one_result(worlds, averaged, turn, sizes=(1, 2, 3))
+
+
+def copied(by_file: bool) -> list[Any]:
+    """What copies of a schedule and an average do, and what becomes of their originals."""
+
+    def copy(each: Any) -> Any:
+        if not by_file:
+            return deepcopy(each)
+        file = io.BytesIO()
+        torch.save(each, file)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer, average = SGD(model.parameters(), lr=1.0), AveragedModel(model)
+    schedule = schedulers.ExponentialLR(optimizer, 0.5)
+    loader = DataLoader(data(), batch_size=2)
+    given: Any = {"scheduler": schedule, "stateful": {"average": average}}
+    run = zero_torch.protect(model, optimizer, loader, microbatches=MICROBATCHES, **given)
+    ahead, other = copy(schedule), copy(average)
+    rates = []
+    for _ in range(3):
+        ahead.step()
+        other.update_parameters(model)
+        rates += ahead.get_last_lr()
+    found = [rates, int(other.n_averaged), type(ahead), type(other)]
+    run.close()
+    return [*found, schedule.get_last_lr(), int(average.n_averaged)]
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_copy_of_a_schedule_or_an_average_acts_by_itself(
+    worlds: WorldPool, by_file: bool
+) -> None:
+    """As of one that a script steps to draw the rates that are to come."""
+    own = [[0.5, 0.25, 0.125], 3, schedulers.ExponentialLR, AveragedModel]
+    assert worlds.run(1, copied, by_file) == [[*own, [1.0], 0]]
 
 
 class Within(Optimizer):
