@@ -30,6 +30,11 @@ NOT_ITS_TURN = (
     "this is not the batch whose turn it is: run the batches of run.loader in the order in which "
     "they are drawn, each once"
 )
+NOT_STEPPED = (
+    "the script ends behind the backward of a last micro-batch, whose step was not taken: the "
+    "samples of that step are not trained, and no checkpoint has it; call run.step(), or "
+    "optimizer.step(), for every batch, the last one too"
+)
 """Mistakes of a loop over it, and their remedies."""
 
 

@@ -47,7 +47,7 @@ from zero_torch.checks import self_test
 from zero_torch.checks.as_given import AsGiven
 from zero_torch.gradient_norm import Norms, scale
 from zero_torch.hooks.ddp import DEPTH
-from zero_torch.loader import NOT_ITS_TURN, OTHER_THREAD, PASSED_OVER, in_order
+from zero_torch.loader import NOT_ITS_TURN, NOT_STEPPED, OTHER_THREAD, PASSED_OVER, in_order
 from zero_torch.optimizers.held_calls import HELD, HeldCalls, Steps, take
 from zero_torch.optimizers.supported import check_members
 from zero_torch.ordered_gradients import CALLS, NOT_REDUCED, OrderedGradients
@@ -356,6 +356,8 @@ class Run(Checkpoints):
 
     def close(self) -> None:
         """Finish a save in the background, and leave the agent; before destroy_process_group."""
+        if self._phase.state is State.RUN and self._now().last and self._rank == 0:
+            _log.warning("%s", NOT_STEPPED)
         with closing(self._ledger) if self._ledger is not None else nullcontext():
             super().close()
 

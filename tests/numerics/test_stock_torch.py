@@ -16,13 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_torch
+from tests.support.saving import heard
 from tests.support.stock import LENGTH, VOCABULARY, make
 from tests.support.world import WorldPool
 from zero_checkpoint import weight_hash
 from zero_contract.errors import ZeroError
 from zero_torch.wrapped import local, recognize
 
-SAMPLES, MICROBATCHES, STEPS = 29, 5, 4
+SAMPLES, MICROBATCHES, STEPS, STEPS_OF_EPOCH = 29, 5, 4, 3
 """Steps of 10, 10 and 9 samples, in micro-batches of 2, the last one of 1."""
 
 
@@ -179,6 +180,30 @@ def test_the_loss_of_a_step_is_nan_unless_every_backward_has_told_it(worlds: Wor
     assert others == [[before, first, second]]
     assert (before, first) == ("nan", "nan")
     assert 0 < float(second) < 10
+
+
+def told_at_the_end(takes_last: bool) -> list[str]:
+    model, _, run = protected("ddp")
+    with heard(logging.WARNING) as lines:
+        for (tokens,) in run.loader:
+            run.backward(model(tokens))
+            if takes_last or run.global_step < STEPS_OF_EPOCH - 1:
+                run.step()
+        run.close()
+    assert run.global_step == STEPS_OF_EPOCH - (not takes_last)
+    return [line for line in lines if "whose step was not taken" in line]
+
+
+def test_a_last_step_that_the_script_does_not_take_is_told_of_at_its_end(
+    worlds: WorldPool,
+) -> None:
+    """As by `if (number + 1) % accumulation == 0: optimizer.step()`; later it is an error."""
+    first, second = worlds.run(2, told_at_the_end, False)
+    assert ["call run.step(), or optimizer.step(), for every batch" in each for each in first] == [
+        True
+    ]
+    assert second == []
+    assert worlds.run(2, told_at_the_end, True) == [[], []]
 
 
 @pytest.mark.full
