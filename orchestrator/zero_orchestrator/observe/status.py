@@ -249,7 +249,7 @@ def read(store: KeyValueStore, job: str) -> JobStatus:
         # Of another version, or damaged: then the job is shown without it.
         in_memory=None
         if records.kept(Published, kept.get(in_memory)) is None
-        else progress[_below_progress(in_memory)],
+        else progress[_below_progress(in_memory)] or None,
         excluded_left_s={
             i.key.removeprefix(excluded): round(store.time_left(i.lease)) for i in leased
         },

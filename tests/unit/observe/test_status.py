@@ -455,7 +455,9 @@ def test_of_thousands_of_arguments_a_person_is_shown_the_first_and_a_tool_all():
     assert json.loads(now.to_json())["command"] == list(command)
 
 
-@pytest.mark.parametrize("value", ["{}", '{"tag": "t"}', '{"step": "x"}', "[]", "x"])
+@pytest.mark.parametrize(
+    "value", ["{}", '{"tag": "t"}', '{"step": "x"}', '{"step": 1, "time": -1}', "[]", "x"]
+)
 def test_a_damaged_record_of_the_checkpoint_in_memory_hides_nothing_else(memory, value):
     job = Job(memory)
     job.live("a")
