@@ -116,17 +116,17 @@ Difference = tuple[int, str, Any, Any]
 def differences(
     facts: Mapping[str, Any], everybodys: Callable[[Tensor, str], Tensor], call: str
 ) -> list[Difference]:
-    """What is not as on rank 0, by rank; facts of the same names everywhere. Collective."""
+    """What is not as on rank 0, by rank. Collective."""
     checksum = zlib.crc32(json.dumps(facts).encode())
     seen = everybodys(torch.tensor([checksum], device="cpu"), call)
     if bool((seen == seen[0]).all()):
         return []
     first, *others = gather_objects(dict(facts), call, everybodys)
     return [
-        (rank, name, ours, other.get(name))
+        (rank, name, first.get(name), other.get(name))
         for rank, other in enumerate(others, 1)
-        for name, ours in first.items()
-        if other.get(name) != ours
+        for name in {**first, **other}
+        if other.get(name) != first.get(name)
     ]
 
 

@@ -132,6 +132,12 @@ def own_part() -> Any:
     return Subset(TensorDataset(torch.ones(12, 4)), range(dist.get_rank(), 12, 2))
 
 
+def own_part_of_others() -> Any:
+    """Rank 0 has the whole of its own, with as many samples."""
+    data = TensorDataset(torch.ones(12, 4))
+    return Subset(data, range(0, 12, 2)) if dist.get_rank() else TensorDataset(torch.ones(6, 4))
+
+
 def told_of_shares(back_end: str, made: Any) -> list[str]:
     """What a rank is told of a dataset: warnings, and the error last."""
     model = nn.Linear(4, 4)
@@ -162,3 +168,5 @@ def test_a_dataset_that_is_the_share_of_its_rank_is_named(worlds: WorldPool, bac
     assert told.startswith("files of the dataset is 6 items, of the checksum ")
     for (refused,) in worlds.run(2, told_of_shares, back_end, own_part):
         assert "the Subset is 6 items, of the checksum " in refused
+    for *_, refused in worlds.run(2, told_of_shares, back_end, own_part_of_others):
+        assert "the Subset is None on rank 0, and 6 items, of the checksum " in refused
