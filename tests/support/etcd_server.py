@@ -93,7 +93,11 @@ def server(directory: Path) -> Iterator[EtcdServer]:
 
 @contextlib.contextmanager
 def cluster(
-    directory: Path, size: int = 3, *, binary: Path | None = None
+    directory: Path,
+    size: int = 3,
+    *,
+    binary: Path | None = None,
+    options: tuple[str, ...] = (),
 ) -> Iterator[list[EtcdServer]]:
     """Members of one cluster that serve; by default those that an agent would start."""
     members = [
@@ -102,6 +106,7 @@ def cluster(
             data=directory / f"m{index}",
             client_port=free_port(),
             peer_port=free_port(),
+            options=options,
         )
         for index in range(size)
     ]

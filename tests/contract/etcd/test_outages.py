@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -262,6 +264,49 @@ def test_a_write_that_is_lost_with_the_leader_ends_when_the_others_have_a_new_on
             assert "request timed out" not in said, "the server's words, 7 s later"
             alive = [each for each in members if each is not leader]
             wait_for(lambda: sum(map(leads, alive)) == 1, SOON_S, "one leader of the others")
+
+
+def test_where_writes_are_slow_a_change_of_the_leader_costs_one_of_them_at_most(
+    tmp_path: Path,
+) -> None:
+    """The others do not confirm a write before the store has looked who leads, as slow disks do."""
+    with cluster(tmp_path, options=("--election-timeout=20000",)) as members:
+        before = next(member for member in members if leads(member))
+        here = next(member for member in members if member is not before)
+        others = [member for member in members if member is not here]
+        with contextlib.closing(EtcdStore(here.endpoint, timeout_s=HANGS_S)) as store:
+            put(store, f"{ROOT}a", "before")
+            here_id = here.call("maintenance/status")["header"]["member_id"]  # type: ignore[index]
+            before.call("maintenance/transfer-leadership", targetID=here_id)
+            wait_for(lambda: leads(here), SOON_S, "another leader")
+            done = [write_slowly(store, value, here, others) for value in ("1", "2", "3")]
+            assert done[1:] == [True, True]
+            assert store.get(f"{ROOT}a").value == "3"  # type: ignore[union-attr]
+
+
+def write_slowly(store: EtcdStore, value: str, at: EtcdServer, others: list[EtcdServer]) -> bool:
+    """Whether a write was answered for which the others had no time until the store has looked."""
+    done: list[int] = []
+
+    def write() -> None:
+        with contextlib.suppress(StoreUnavailable):
+            done.append(store.put(f"{ROOT}a", value))
+
+    writer, looks = threading.Thread(target=write), looks_at(at)
+    with contextlib.ExitStack() as slow:
+        for other in others:
+            slow.enter_context(other.suspended())
+        writer.start()
+        wait_for(lambda: looks_at(at) > looks, SOON_S, "a look")
+    writer.join(SOON_S)
+    return bool(done)
+
+
+def looks_at(member: EtcdServer) -> float:
+    """How often a member has been asked for its status."""
+    with urllib.request.urlopen(f"http://{member.endpoint}/metrics") as answer:
+        found = re.findall(r'grpc_server_started_total{.*"Status".*} (.*)', answer.read().decode())
+    return sum(map(float, found))
 
 
 def leads(member: EtcdServer) -> bool:

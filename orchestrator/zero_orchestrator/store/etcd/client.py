@@ -222,15 +222,20 @@ class EtcdStore:
         """
         # A member hands it on to the leader that it knows. If that one dies, nobody answers, and
         # the call would last to its deadline, seconds after the others have a new leader.
+        lost = False
         while True:
             with contextlib.suppress(grpc.FutureTimeoutError):
                 return pending.result(_LOOK_S)
+            if lost:
+                pending.cancel()
+                raise NoAnswer("etcd has another leader since")
             with contextlib.suppress(grpc.RpcError):  # the deadline of the call bounds it all
                 status = _status_of(etcd, min(_LOOK_S, etcd.timeout))
                 term = term or status.raftTerm
                 if status.leader and status.raftTerm > term:
-                    pending.cancel()
-                    raise NoAnswer("etcd has another leader since")
+                    # The new one answers soon what has waited for it. And where each is slow, the
+                    # next is not taken for lost with the same leader.
+                    lost, self._term = True, status.raftTerm
 
     # ---- leases ----
 
