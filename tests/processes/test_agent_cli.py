@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import signal
 import socket
@@ -216,16 +217,21 @@ def test_the_output_of_every_round_is_kept_in_the_log_directory(tmp_path):
     }
 
 
+@pytest.mark.parametrize("receivers", ["its agent", "every process"])
 @pytest.mark.full
-def test_an_interrupted_standalone_job_saves_leaves_nothing_and_goes_on_later(tmp_path):
+def test_an_interrupted_standalone_job_saves_leaves_nothing_and_goes_on_later(tmp_path, receivers):
+    """Slurm and systemd signal every process of a job, its etcd too."""
     job = Cluster(tmp_path, endpoint="", pause_s=LONG_S)
     command = [*STANDALONE, *paced(training(tmp_path), tmp_path)]
     with (tmp_path / "log").open("wb") as log:
         first = subprocess.Popen(command, env=environment(), stdout=log, stderr=log)
     job.wait_for_step(3, world=1)
     below = descendants(first.pid)
-    first.send_signal(signal.SIGINT)
-    assert first.wait(150) == 128 + signal.SIGINT
+    if receivers == "every process":
+        for pid in below:
+            os.kill(pid, signal.SIGTERM)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(150) == 128 + signal.SIGTERM
     wait_for(lambda: not any(map(is_alive, below)), 150, "workers and etcd to be gone")
     ((steps, _),) = job.last_steps().values()
     done = agent("--standalone", *training(tmp_path)[:-1])

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,12 +28,15 @@ from zero_agent.etcd.local_etcd import SharedDirectory, private_server, shared_s
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.observe.events import output_prefix
+from zero_orchestrator.store import retry
 from zero_orchestrator.store.etcd.client import EtcdStore
 from zero_orchestrator.store.kv import Put
 
 pytestmark = [pytest.mark.etcd, pytest.mark.processes]
 
 SOON_S = 150.0
+_PORT_RANGE = 51
+"""IP_LOCAL_PORT_RANGE of linux/in.h, from 6.3 on."""
 
 PRIVATE = """
 import sys
@@ -134,9 +138,45 @@ def test_a_private_server_dies_with_a_killed_agent_and_its_data_with_the_next(
     assert list(temporary.iterdir()) == []
 
 
+def test_a_private_server_that_is_killed_serves_again_with_its_data(temporary: Path) -> None:
+    with private_server() as endpoint, contextlib.closing(EtcdStore(endpoint)) as store:
+        for value in ("1", "2"):
+            retry.within(SOON_S)(store.put, "/zero/a", value)
+            (server,) = processes_with(f"--data-dir={temporary}")
+            os.kill(server, signal.SIGKILL)
+            wait_for(lambda: store_answers(store), SOON_S, "the server, again")
+            assert store.get("/zero/a").value == value  # type: ignore[union-attr]
+    gone(temporary)
+
+
+def store_answers(store: EtcdStore) -> bool:
+    with contextlib.suppress(StoreUnavailable):
+        return store.get("/zero/a") is not None
+    return False
+
+
 def test_private_servers_do_not_meet(temporary: Path) -> None:
     with private_server() as mine, private_server() as yours:
         assert mine != yours
+
+
+def test_no_other_process_is_given_the_port_of_a_server_before_that_listens(
+    temporary: Path,
+) -> None:
+    with etcd_process.port_held() as port:
+        for reuses in (False, True):
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+                try:  # the kernel is to choose, and from this port alone
+                    other.setsockopt(socket.IPPROTO_IP, _PORT_RANGE, struct.pack("HH", port, port))
+                except OSError as error:
+                    pytest.skip(f"an older kernel: {error}")
+                with pytest.raises(OSError, match="already in use"):
+                    other.bind(("127.0.0.1", 0))
+        with contextlib.ExitStack() as made:
+            member = etcd_process.Member(data=Path("data"), client_port=port)
+            etcd_process.start_server(made, member, token="").wait_healthy()
+            assert probe(member.endpoint) is FoundEtcd.ETCD
 
 
 def test_a_port_that_was_taken_in_the_meantime_is_not_insisted_on(
@@ -144,7 +184,7 @@ def test_a_port_that_was_taken_in_the_meantime_is_not_insisted_on(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = iter([taken.getsockname()[1], free_port()])
-        monkeypatch.setattr(local_etcd, "free_port", lambda: next(ports))
+        monkeypatch.setattr(local_etcd, "port_held", lambda: contextlib.nullcontext(next(ports)))
         with private_server() as endpoint:
             assert probe(endpoint) is FoundEtcd.ETCD
 
@@ -154,7 +194,7 @@ def test_a_server_that_does_not_start_shows_the_end_of_its_log(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        monkeypatch.setattr(local_etcd, "free_port", lambda: port)
+        monkeypatch.setattr(local_etcd, "port_held", lambda: contextlib.nullcontext(port))
         with pytest.raises(StoreUnavailable, match="address already in use"), private_server():
             pass
     assert list(temporary.iterdir()) == []

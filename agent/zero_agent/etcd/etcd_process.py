@@ -101,6 +101,16 @@ def free_port(ports: Sequence[int] = ANY_PORT, address: str = LOOPBACK) -> int:
     return first_free(ports, listen)
 
 
+@contextlib.contextmanager
+def port_held() -> Iterator[int]:
+    """A free port of the loopback for a server, which no other process is given meanwhile."""
+    # Bound, and not listening: only who names the port, and reuses addresses as etcd does, gets it.
+    with socket.socket(family_of(LOOPBACK)) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+        yield int(holder.getsockname()[1])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where a server is, which one that is started again with its data must not change."""

@@ -12,19 +12,21 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from zero_agent.etcd.etcd_process import (
     START_TIMEOUT_S,
+    EtcdProcess,
     FoundEtcd,
     Member,
     find_etcd,
-    free_port,
     log_tail,
+    port_held,
     probe,
     start_server,
 )
@@ -40,6 +42,8 @@ SILENT_S = 5.0
 """A process that listens and has not answered for this long is no etcd that starts or ends."""
 _PORT_TRIES = 3
 _POLL_S = 0.05
+_LOOK_S = 0.5
+"""Interval at which a private server is looked at."""
 
 
 # ---- a server of one agent ----
@@ -60,22 +64,45 @@ def private_server(
     """
     made = contextlib.ExitStack()
     try:
-        # Another process may take a free port first: then another port is tried.
+        # Another process may have the port at one of the addresses: then another one is tried.
         for left in reversed(range(_PORT_TRIES)):
-            member = Member(data=Path("data"), client_port=free_port(), addresses=tuple(addresses))
-            process = start_server(made, member, token=token, names=names)
-            try:
-                process.wait_healthy()
-                break
-            except StoreUnavailable:
-                # One that runs has its port: another try would not help.
-                if not left or process.running:
-                    raise
-                made.close()
+            with port_held() as port:
+                member = Member(data=Path("data"), client_port=port, addresses=tuple(addresses))
+                process = start_server(made, member, token=token, names=names)
+                try:
+                    process.wait_healthy()
+                    break
+                except StoreUnavailable:
+                    # One that runs has its port: another try would not help.
+                    if not left or process.running:
+                        raise
+                    made.close()
+        made.callback(_kept(process))
         yield member.endpoint
     finally:
         with held():  # a second signal must not leave the server behind
             made.close()
+
+
+def _kept(process: EtcdProcess) -> Callable[[], None]:
+    """Start a server again, on its data, whenever it ends; until the result is called."""
+    # Slurm and systemd signal every process of a job, the server too, which its agent needs then:
+    # the last save is published through it.
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(_LOOK_S):
+            if not process.running:
+                with contextlib.suppress(OSError):  # no room for its process: tried again
+                    process.start(to_thread=True)
+
+    def end() -> None:
+        ended.set()
+        thread.join()
+
+    thread = threading.Thread(target=look, name="etcd", daemon=True)
+    thread.start()
+    return end
 
 
 # ---- a server for all agents of this machine ----
