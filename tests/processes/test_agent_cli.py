@@ -117,6 +117,23 @@ def test_what_a_script_wrote_to_files_that_it_left_open_is_there(tmp_path):
     assert gzip.decompress((tmp_path / "packed").read_bytes()) == b"last words"
 
 
+def test_how_a_standalone_job_ended_can_be_asked_after_its_store_has_gone_with_it(tmp_path):
+    home = {**environment(), "XDG_STATE_HOME": str(tmp_path)}
+    done = agent("--standalone", "--rdzv-id=alone", "--no-python", "true", env=home)
+    assert done.returncode == 0, done.stderr
+    asked = subprocess.run(
+        [
+            *(sys.executable, "-m", "zero_orchestrator", "status", "--json", "alone"),
+            f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        ],
+        env=home,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(asked.stdout)["state"] == "DONE"
+
+
 def test_a_module_runs_with_its_arguments(tmp_path):
     (tmp_path / "tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
     done = agent(

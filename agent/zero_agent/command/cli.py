@@ -170,7 +170,16 @@ def _meet(
             config = dataclasses.replace(config, show_store=proxy.show_store)
         if args.node_id or config.spec.max_nodes > 1:
             _sign_lines(config.node_id, config.streams.format)
-        part = partial(_take_part, numbers=numbers, came=came, world=world, health=health)
+        # This etcd ends with this node.
+        ends_here = way is Way.PRIVATE or (world is not None and world.rank == 0)
+        part = partial(
+            _take_part,
+            numbers=numbers,
+            came=came,
+            world=world,
+            health=health,
+            ends_here=ends_here,
+        )
         try:
             return _in_store(args, way, access, config, seat, numbers, part)
         finally:  # the rest is short, and no signal may change the exit code any more
@@ -338,6 +347,7 @@ def _take_part(
     came: Sequence[int],
     world: Static | None,
     health: Health | None,
+    ends_here: bool,
 ) -> int:
     """Run the agent; without a job name, in the current run of this command."""
     on_unhealthy = health.waits if health is not None else lambda why: None
@@ -385,7 +395,7 @@ def _take_part(
         # An etcd that ends with this node ends after the others have read how the job ended.
         if keeper is not None:
             keeper.see_off(agent.ended)
-        elif world is not None and world.rank == 0:
+        elif ends_here:
             etcd_choice.see_off(store, job)
         if code in _FAILED and (cause := agent.root_cause):
             leave_error_file(os.environ.get(ENV_ERROR_FILE), cause.summary, cause.traceback, code)

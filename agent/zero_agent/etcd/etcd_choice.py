@@ -25,11 +25,13 @@ from zero_agent.etcd.etcd_access import OPEN, Joining
 from zero_agent.etcd.etcd_process import LOOPBACK, FoundEtcd, probe
 from zero_agent.node.network import address_towards
 from zero_contract.clock import wait_until
+from zero_contract.errors import ZeroError
 from zero_contract.exit_codes import AgentExit
 from zero_orchestrator.addresses import family_of, host_port, split_host_port
 from zero_orchestrator.errors import SpecError, StoreError
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.spec import parse_nnodes
+from zero_orchestrator.observe.ended import keep
 from zero_orchestrator.store.join_token import ENV_JOIN_TOKEN
 from zero_orchestrator.store.kv import KeyValueStore
 
@@ -283,6 +285,8 @@ def static_id(rank: int) -> str:
 
 
 def see_off(store: KeyValueStore, job: str) -> None:
-    """Wait, up to `SEE_OFF_S`, until the other agents have read how the job ended, and left."""
+    """Keep how the job ended; wait, up to `SEE_OFF_S`, until the others have read it, and left."""
+    with contextlib.suppress(ZeroError):
+        keep(store, job)
     with contextlib.suppress(StoreError):  # the job has ended, and so may this etcd
         wait_until(lambda: not store.range(Keys(job).nodes, limit=1).items, SEE_OFF_S)
