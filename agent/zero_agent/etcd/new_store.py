@@ -176,10 +176,7 @@ class Successor:
 
     def _watch(self, store: str, seen: Seen) -> Seen:
         root = seen.root
-        before, lives, until_s = signs.stamp(root, store), False, time.monotonic() + WATCH_S
-        while time.monotonic() < until_s and signs.heir_of(root, store) is None and not lives:
-            time.sleep(_POLL_S)
-            lives = signs.stamp(root, store) not in (before, None)
+        lives = signs.lives(root, store)
         newest = signs.newest(root) if self.estate is not None else None
         # An heir that comes after this look wins all the same: `_begin` finds its file.
         return replace(seen, newest=newest, lives=lives, heir=signs.heir_of(root, store))

@@ -41,6 +41,7 @@ from zero_contract.kernel import text_of
 from zero_orchestrator.addresses import family_of, split_host_port
 from zero_orchestrator.errors import SpecError, StoreUnavailable
 from zero_orchestrator.store import private_etcd
+from zero_orchestrator.store.succession import WATCH_S
 
 log = logging.getLogger("zero")
 
@@ -118,30 +119,52 @@ class Seat:
 
     def follow(self, endpoints: str, store: str) -> None:
         """The job goes on with another store; the data of the old one are not needed any more."""
+        # First: until it is noted, who is started again here finds out anew that this store is it.
+        shutil.rmtree(self._aside, ignore_errors=True)
         self.known = ()
         self.learn(endpoints.split(","))
         self.note(store, self.root)
-        shutil.rmtree(self._aside, ignore_errors=True)
 
     def follow_heir(self) -> bool:
         """Go where other nodes have begun a new store, while this agent was away; whether so."""
-        self._put_back()  # a new store of this node, which was killed before it was the heir
         noted = decode(list[str], text_of(self.directory / "store") or "[]", "store", SpecError)
-        if len(noted) != 2:
+        heir, place = None, self._noted_place()
+        if len(noted) == 2:
+            self.store, self.root = noted
+            with contextlib.suppress(TimeoutError):  # the old one may live; else its keeper looks
+                heir = signs.within(signs.HUNG_S, lambda: signs.newest_heir(self.root, self.store))
+        if heir and place and self._member(place).reached in heir.endpoint.split(","):
+            self.follow(heir.endpoint, heir.store)  # begun here, by an agent that was killed then
             return False
-        self.store, self.root = noted
-        heir = None
-        with contextlib.suppress(TimeoutError):  # the old store may live; if not, its keeper looks
-            heir = signs.within(signs.HUNG_S, lambda: signs.newest_heir(self.root, self.store))
+        self._put_back()  # a new store of this node, which was killed before it was the heir
         if heir is None:
             return False
         self.wipe()
-        if not self.is_served(heir.endpoint):
-            (self.directory / "store").unlink()  # of a job that was killed, as far as one can know
-            return False
-        log.info("node %s has begun a new store of this job at %s", heir.node, heir.endpoint)
-        self.follow(heir.endpoint, heir.store)
-        return True
+        if self.is_served(heir.endpoint):
+            log.info("node %s has begun a new store of this job at %s", heir.node, heir.endpoint)
+            self.follow(heir.endpoint, heir.store)
+            return True
+        # Of a job that was killed, or of one that this node does not reach.
+        self.learn(heir.endpoint.split(","))
+        self.note(heir.store, self.root)
+        return False
+
+    def lives_elsewhere(self) -> bool:
+        """Whether the store shows beside the checkpoints that it lives; learns where."""
+        where: list[str] = []
+        if self.root and "://" not in self.root:
+            look = lambda: signs.lives(self.root, self.store)  # noqa: E731
+            with contextlib.suppress(TimeoutError):
+                if signs.within(WATCH_S + signs.HUNG_S, look):
+                    where = signs.places(self.root, self.store)
+        if where:
+            self.learn(where)
+            log.warning(
+                "the job's etcd serves at %s, as %s shows: this node waits until it reaches it",
+                ", ".join(where),
+                self.root,
+            )
+        return bool(where)
 
     @contextlib.contextmanager
     def beginning_anew(self, name: str, host: str, address: str) -> Iterator[Member]:
@@ -154,7 +177,9 @@ class Seat:
             StoreUnavailable: The server does not start; with the end of its log.
         """
         self.stop()
+        before = self.store
         # Kept until the file names the new store, also if this process is killed meanwhile.
+        shutil.rmtree(self._aside, ignore_errors=True)  # what a full disk, say, has left of it
         self._aside.mkdir(exist_ok=True)
         for each in _DATA:
             with contextlib.suppress(FileNotFoundError):
@@ -164,7 +189,7 @@ class Seat:
             process.wait_healthy()
             yield process.member
         finally:
-            if self._aside.exists():  # it failed, or another node was first: no `follow`
+            if self.store == before:  # it failed, or another node was first: no `follow`
                 self.stop()
                 self._put_back()
 
@@ -211,10 +236,9 @@ class Seat:
 
     def resume(self, name: str = "") -> bool:
         """Start the member again whose data are here; whether there is one."""
-        text = text_of(self.directory / "member")
-        if not text or not (self.directory / "data").exists():
+        place = self._noted_place()
+        if place is None or not (self.directory / "data").exists():
             return False
-        place = decode(Place, text, f"{self.directory / 'member'} is damaged", SpecError)
         self._start(replace(place, name=name or place.name))
         return True
 
@@ -263,6 +287,13 @@ class Seat:
             client_port=client_port,
             peer_port=free_port(others, where),
         )
+
+    def _noted_place(self) -> Place | None:
+        """That of the member whose data are here, if there is one."""
+        path = self.directory / "member"
+        if not (text := text_of(path)):
+            return None
+        return decode(Place, text, f"{path} is damaged", SpecError)
 
     def _member(self, place: Place) -> Member:
         return Member(**vars(place), data=self.directory / "data", tls=self.joining.tls)
@@ -322,6 +353,9 @@ def own_server(
         # A store begins on the first host alone, and only if it is at none of the others already:
         # else one job would have two.
         if not seat.resume(node) and alone and seat.is_first and not seat.found():
+            if seat.lives_elsewhere():
+                yield seat
+                return
             if probe(first, joining.tls) is not FoundEtcd.NOTHING:
                 raise SpecError(
                     f"--rdzv-endpoint={first}: a program listens there that does not answer "

@@ -54,6 +54,8 @@ HAND_OVER_S = 20.0
 SEE_OFF_S = 15.0
 LAST_WORD_S = 6.0
 """An election takes less; after that the store has ended with the other nodes."""
+END_S = 10.0
+"""How long a closed keeper's last turn may take: with the store, and then again without it."""
 _POLL_S = 0.05
 _CRASHES = 5
 """A server that has ended more often than this, or does not serve for so long, is given up."""
@@ -188,9 +190,14 @@ class MemberKeeper:
         self._ending.set()
         self._watch_nothing()
         self._wake.set()
-        if self._thread.ident is not None:
-            self._thread.join(10.0)
+        started = self._thread.ident is not None
+        if started:
+            self._thread.join(END_S)
         self._store.close()
+        # Its last turn may have several calls that nobody answers, and these end now. When it ends
+        # it stops the server of the seat, which must not be one that has begun since.
+        if started:
+            self._thread.join(END_S)
 
     def _hear(self, prefix: str) -> None:
         """Look at once."""

@@ -19,14 +19,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from zero_contract import beside
+from zero_contract.clock import wait_until
 from zero_contract.decoding import decode, encode
 from zero_orchestrator.errors import SpecMismatch
-from zero_orchestrator.store.succession import Checkpoint, Heir
+from zero_orchestrator.store.succession import WATCH_S, Checkpoint, Heir
 
 T = TypeVar("T")
 
 HUNG_S = 20.0
 """A file server that has not answered for so long is as good as none."""
+_POLL_S = 0.2
 _CHAIN = 16
 """The most heirs of heirs that are looked for."""
 
@@ -68,8 +70,13 @@ def newest_heir(root: str, store: str) -> Heir | None:
         found, store = heir, heir.store
     if found is None:
         return None
-    endpoints = _read(list[str], Path(root, beside.sign_of(found.store)))
+    endpoints = places(root, found.store)
     return replace(found, endpoint=",".join(endpoints)) if endpoints else found
+
+
+def places(root: str, store: str) -> list[str]:
+    """The endpoints at which a store has shown last that it lives."""
+    return _read(list[str], Path(root, beside.sign_of(store))) or []
 
 
 def show_life(root: str, store: str, endpoints: tuple[str, ...]) -> None:
@@ -93,14 +100,14 @@ def claim(root: str, store: str, heir: Heir) -> bool:
     """
     final = Path(root, beside.heir_of(store))
     new = final.with_name(f"{final.name}.{heir.store}")
-    # Whole, and on the disk, before it has the name that others read.
-    with new.open("x", encoding="utf-8") as file:
-        file.write(encode(heir))
-        file.flush()
-        os.fsync(file.fileno())
-    # A link is made or not, on a file server too. If the answer is lost, and the call is repeated,
-    # it fails: the content tells whose it is.
     try:
+        # Whole, and on the disk, before it has the name that others read.
+        with new.open("x", encoding="utf-8") as file:
+            file.write(encode(heir))
+            file.flush()
+            os.fsync(file.fileno())
+        # A link is made or not, on a file server too. If the answer is lost, and the call is
+        # repeated, it fails: the content tells whose it is.
         with contextlib.suppress(FileExistsError):
             os.link(new, final)
         directory = os.open(root, os.O_RDONLY)
@@ -109,7 +116,8 @@ def claim(root: str, store: str, heir: Heir) -> bool:
         finally:
             os.close(directory)
     finally:
-        new.unlink()
+        with contextlib.suppress(OSError):  # a call that is repeated finds it gone
+            new.unlink()
     return heir_of(root, store) == heir
 
 
@@ -128,6 +136,17 @@ def stamp(root: str, store: str) -> tuple[int, int] | None:
         found = os.stat(Path(root, beside.sign_of(store)))
         return found.st_ino, found.st_mtime_ns
     return None
+
+
+def lives(root: str, store: str) -> bool:
+    """Whether a store shows that it lives, within a while that ends when it has an heir."""
+    before = stamp(root, store)
+
+    def shown() -> bool:
+        return stamp(root, store) not in (before, None)
+
+    wait_until(lambda: shown() or heir_of(root, store) is not None, WATCH_S, _POLL_S)
+    return shown()
 
 
 def _read(kind: type[T], path: Path) -> T | None:

@@ -115,6 +115,21 @@ def test_of_many_who_create_the_file_at_once_one_has(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [beside.heir_of("old")]
 
 
+def test_a_claim_is_made_although_the_file_server_repeats_the_removal_of_its_draft(
+    tmp_path, monkeypatch
+):
+    link = os.link
+
+    def link_and_remove(source, target):
+        link(source, target)
+        source.unlink()
+
+    monkeypatch.setattr(os, "link", link_and_remove)
+    heir = Heir(store="b", endpoint="h1:1", node="n1")
+    assert signs.claim(str(tmp_path), "a", heir)
+    assert signs.heir_of(str(tmp_path), "a") == heir
+
+
 def test_the_heir_of_an_heir_is_found_where_it_serves_now(tmp_path):
     root = str(tmp_path)
     assert signs.newest_heir(root, "a") is None
@@ -175,8 +190,8 @@ def test_a_node_without_a_member_knows_the_first_publication_and_each_charge_at_
 @pytest.fixture
 def alone(lost, tmp_path, monkeypatch):
     """A node that looks for a moment only."""
-    for module, name, s in ((new_store, "WATCH_S", 0.1), (signs, "HUNG_S", 0.1)):
-        monkeypatch.setattr(module, name, s)
+    for module, name in ((new_store, "WATCH_S"), (signs, "WATCH_S"), (signs, "HUNG_S")):
+        monkeypatch.setattr(module, name, 0.1)
     monkeypatch.setattr(new_store, "HEIR_S", 0.0)
     (tmp_path / "seat").mkdir()
     seat = Seat(tmp_path / "seat", ("h0:29400",), Joining(), range(0), store="s0")
