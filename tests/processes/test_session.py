@@ -87,3 +87,47 @@ def test_a_launch_whose_only_connection_is_lost_ends_and_is_not_tried_without_en
         check=False,
     )
     assert (done.returncode, done.stdout) == (255, "tried\n")
+
+
+AWAY = """
+import sys
+from zero_agent.launch import session
+from zero_agent.launch.runners import Command
+session.RETRY_S = (0.1, 0.1)
+ways = [Command(where=name, argv=("sh", "-c", sys.argv[1], name), stdin="-\\n") for name in "ab"]
+sys.exit(session.Session(ways, lambda: None).run())
+"""
+COMES = """
+echo 'zero-ctl launch: this host is ready for its variables'
+read given
+if mkdir $0 2> /dev/null; then exit 255; fi
+touch $0/again
+until [ -e a/again ] && [ -e b/again ]; do sleep 0.1; done
+echo done
+"""
+COMES_NO_MORE = """
+if mkdir $0 2> /dev/null; then
+    echo 'zero-ctl launch: this host is ready for its variables'
+    read given
+else
+    echo tried
+fi
+exit 255
+"""
+
+
+@pytest.mark.parametrize(
+    ("host", "code", "word"), [(COMES, 0, "done"), (COMES_NO_MORE, 255, "tried")]
+)
+def test_hosts_that_are_all_lost_at_once_are_tried_again_for_a_while(tmp_path, host, code, word):
+    """As when the network of the launcher is away for a moment, or for good."""
+    done = subprocess.run(
+        [sys.executable, "-c", AWAY, host],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        cwd=tmp_path,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, {*done.stdout.splitlines()}) == (code, {f"a: {word}", f"b: {word}"})

@@ -47,6 +47,8 @@ class _Host:
     process: subprocess.Popen[bytes] | None = None
     code: int | None = None
     losses: int = 0
+    tries: int = 0
+    """How often it may be lost until it is not hoped for; set anew whenever it is reached."""
     retry_at_s: float = 0.0
 
     @property
@@ -124,9 +126,10 @@ class Session:
         if any(host.process is not None for host in self._hosts):
             return True
         over = self._stopping or self._parting_s is not None
-        # If no host was ever reached, a name or a key is wrong: trying again would not help.
-        reached = any(host.losses == 0 or host.code != LOST for host in self._hosts)
-        return not over and any(host.again for host in self._hosts) and reached
+        # If no host was ever reached, a name or a key is wrong: trying again would not help. Those
+        # that were may all be lost at once, with the network here.
+        hope = any(host.code != LOST or host.tries > 0 for host in self._hosts)
+        return not over and any(host.again for host in self._hosts) and hope
 
     def _turn(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -153,6 +156,7 @@ class Session:
                 elif code == LOST and not self._stopping and len(self._hosts) > 1:
                     wait_s = RETRY_S[min(host.losses, len(RETRY_S) - 1)]
                     host.losses, host.retry_at_s = host.losses + 1, time.monotonic() + wait_s
+                    host.tries -= 1
                     log.warning(
                         "host %s is lost (its own message is above); the job continues without "
                         "it, and it is tried again in %g s",
@@ -173,15 +177,16 @@ class Session:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # this process handles Ctrl-C
         )
-        what = (host.process, host.command)
+        what = (host.process, host)
         reader = threading.Thread(target=self._forward_output, args=what, daemon=True)
         # Those of lost connections have ended: a host that is tried for days leaves none behind.
         self._readers = [*filter(threading.Thread.is_alive, self._readers), reader]
         reader.start()
 
-    def _forward_output(self, process: subprocess.Popen[bytes], command: Command) -> None:
+    def _forward_output(self, process: subprocess.Popen[bytes], host: _Host) -> None:
         """Print the lines of a process; send it the variables when it requests them."""
         assert process.stdout is not None
+        command = host.command
         prefix = f"{command.where}: " if len(self._hosts) > 1 else ""
         waits = bool(command.stdin)
         with process.stdout as lines:
@@ -194,7 +199,7 @@ class Session:
                         time.sleep(PAUSE_S)
                     STDOUT.write(prefix.encode() + text + b"\n")
                     continue
-                waits = False
+                waits, host.tries = False, len(RETRY_S)
                 assert process.stdin is not None
                 with contextlib.suppress(OSError):  # it has ended: so does its output
                     process.stdin.write(command.stdin.encode())
