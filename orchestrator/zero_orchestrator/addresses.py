@@ -26,12 +26,15 @@ def family_of(host: str) -> socket.AddressFamily:
 def route_towards(endpoint: str) -> str | None:
     """The local address of the route to `host:port`; None without a route. Sends nothing."""
     host, port = split_host_port(endpoint)
-    try:
-        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))
-            return str(probe.getsockname()[0])
-    except (OSError, UnicodeError):  # the latter: no DNS name, such as a..b
-        return None
+    # A name may have addresses of both families; where it has, others use that of IPv4.
+    for family in dict.fromkeys((family_of(host), socket.AF_INET6)):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, port))
+                return str(probe.getsockname()[0])
+        except (OSError, UnicodeError):  # the latter: no DNS name, such as a..b
+            continue
+    return None
 
 
 def who() -> str:

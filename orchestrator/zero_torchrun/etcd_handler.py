@@ -415,7 +415,11 @@ def _host_store(address: str) -> TCPStore:
             address,
             error,
         )
-        listener = socket.create_server(("", 0), family=family, backlog=_BACKLOG)
+        six = socket.has_dualstack_ipv6()  # of a host that has IPv6 alone, names lead there
+        everywhere = socket.AF_INET6 if six else socket.AF_INET
+        listener = socket.create_server(
+            ("", 0), family=everywhere, backlog=_BACKLOG, dualstack_ipv6=six
+        )
     return TCPStore(
         address,
         int(listener.getsockname()[1]),

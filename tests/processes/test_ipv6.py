@@ -90,6 +90,16 @@ def test_two_hosts_with_ipv6_alone_run_one_job(hosts):
     assert run_on(hosts, WHERE, **token) == [f"{rank} at {FIRST} 29511" for rank in (0, 1)]
 
 
+def test_a_host_with_ipv6_alone_knows_its_own_address_where_etcd_is_named(hosts, tmp_path: Path):
+    names = tmp_path / "hosts"
+    names.write_text(f"{FIRST} head\n")
+    see = f'mount --bind {names} /etc/hosts && exec "$@"'
+    ask = "from zero_orchestrator.addresses import *; print(route_towards('head:2379'))"
+    inside = ("ip", "netns", "exec", hosts[1], "unshare", "--mount", "sh", "-c", see, "-")
+    told = subprocess.check_output([*inside, sys.executable, "-c", ask], text=True)
+    assert told == "fd00:6::2\n"
+
+
 @pytest.mark.full
 def test_workers_of_two_hosts_with_ipv6_alone_find_each_other(hosts, tmp_path: Path):
     script = tmp_path / "meet.py"

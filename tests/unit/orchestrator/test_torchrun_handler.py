@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from unittest.mock import Mock
 
@@ -19,7 +20,7 @@ from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.rendezvous import Rendezvous
 from zero_orchestrator.membership.rounds import Timing
 from zero_orchestrator.membership.spec import JobSpec
-from zero_torchrun.etcd_handler import EtcdV3Handler
+from zero_torchrun.etcd_handler import EtcdV3Handler, _host_store
 
 SPEC = JobSpec(min_nodes=1, max_nodes=2, max_restarts=9, command=("torchrun",))
 HASTY = Timing(settle_s=0.0, return_within_s=0.0)
@@ -61,6 +62,12 @@ def test_a_round_whose_first_node_is_lost_at_its_beginning_is_left_by_the_others
     first.close()
     joins.join(60)
     assert [(info.rank, info.world_size) for info in found] == [(0, 1)]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_store_of_a_host_that_is_known_by_name_is_found_at_each_of_its_addresses(address):
+    store = _host_store("localhost")
+    socket.create_connection((address, store.port), timeout=20).close()
 
 
 def test_a_drain_that_the_store_did_not_take_at_first_is_carried_out(store, handler, monkeypatch):
