@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.test_elastic import assert_as_if_nothing_had_happened
-from tests.support.cluster import Cluster, descendants, kill_all, paced, training
+from tests.support.cluster import Cluster, descendants, final_hash, kill_all, paced, training
 from tests.support.partition import Network, network
 from tests.support.waiting import wait_for
 from zero_contract.exit_codes import AgentExit
@@ -96,7 +96,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    with network(*NAMES) as machines:
+    with network(*NAMES, "d") as machines:
         made = Nodes(machines, tmp_path)
         try:
             yield made
@@ -128,6 +128,24 @@ def test_two_of_three_are_lost_and_one_that_is_started_again_with_its_old_data_j
     nodes.job.wait_for_step(16, world=2)
     nodes.job.wait_for_end()
     assert_as_if_nothing_had_happened(nodes.job, undisturbed_hash)
+
+
+def test_a_job_without_a_name_goes_on_as_the_same_run_on_all_nodes_that_are_left(
+    nodes, undisturbed_hash
+):
+    nodes.job.job, nodes.job.flags = "", ("--nnodes=1:4", *nodes.job.flags[1:])
+    nodes.start(*NAMES)
+    nodes.served_by("abc")
+    nodes.start("d")
+    nodes.job.wait_for_step(12, world=4)
+    nodes.job.pace(SLOW_S)
+    nodes.kill("a", "b")
+    nodes.job.wait_for_step(14, world=2)
+    nodes.job.wait_for_end()
+    assert final_hash(nodes.job.output) == undisturbed_hash
+    logs = (nodes.directory / "logs").glob("*/events-*.jsonl")
+    (run,) = {path.parent.name for path in logs}
+    assert run.endswith(".1")
 
 
 def test_of_two_halves_that_both_want_to_begin_one_does_and_the_other_says_why_not(

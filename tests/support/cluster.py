@@ -195,7 +195,7 @@ class Cluster:
         script = self.script or paced(training(self.directory), self.directory)
         for node in nodes:
             flags = [
-                *(f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self.job}"),
+                *(f"--rdzv-endpoint={self.endpoint}", *self.named),
                 *(f"--node-id={node}", f"--log-dir={self.directory}/logs"),
             ]
             words = [sys.executable, "-m", "zero_agent", *self.flags, *flags, *script]
@@ -211,6 +211,11 @@ class Cluster:
                 )
             self.agents[node] = AgentProcess(process, log)
             self.everyone.append(self.agents[node])
+
+    @property
+    def named(self) -> list[str]:
+        """The flag with the job's name; without one it is named after its command."""
+        return [f"--rdzv-id={self.job}"] if self.job else []
 
     @property
     def output(self) -> str:

@@ -214,6 +214,8 @@ def _in_store(
             if keeper is None:
                 raise
             access = dataclasses.replace(access, endpoints=_go_on(keeper, access, error))
+            # Not another run of the same command, if this one has ended there meanwhile.
+            config = dataclasses.replace(config, job=keeper.job)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from zero_orchestrator.membership.failures import Exclusion
 from zero_orchestrator.membership.job_state import ENDED, Head, Published, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.moves import Move
+from zero_orchestrator.membership.runs import run_key
 from zero_orchestrator.store.kv import NO_LEASE, KeyValue, KeyValueStore, Put, Read, absent
 from zero_orchestrator.store.succession import WATCH_S, Act, Heir, Seen, decide, next_round
 
@@ -50,7 +51,8 @@ class Estate:
 
 def estate_of(store: KeyValueStore, keys: Keys, before: Estate | None) -> Estate | None:
     """Read it; None: nothing was published yet, or the job has ended. Raises StoreError."""
-    single = (keys.round, keys.latest, keys.spec, keys.secret, keys.stop)
+    run = run_key(keys.job.rpartition(".")[0])  # if the job is named after its command
+    single = (keys.round, keys.latest, keys.spec, keys.secret, keys.stop, run)
     prefixes = (keys.charges, keys.excluded(""), keys.heir(""))
     course, latest, *others = store.read(
         [*map(Read, single), *(Read(each, prefix=True) for each in prefixes)]

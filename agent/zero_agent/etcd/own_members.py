@@ -126,6 +126,11 @@ class MemberKeeper:
             self._seat.news = ""
         self._wake.set()
 
+    @property
+    def job(self) -> str:
+        """The job that it serves."""
+        return self._keys.job
+
     def replaced(self) -> str:
         """Why this store is no longer the job's; empty: it is."""
         return self._replaced

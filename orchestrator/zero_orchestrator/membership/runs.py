@@ -39,6 +39,11 @@ def command_name(program: str, command: Sequence[str], *, is_module: bool) -> st
     return f"{stem[:80] or 'job'}-{digest}"
 
 
+def run_key(name: str) -> str:
+    """The key of the number of a command's current run."""
+    return f"/zero/runs/{name}"
+
+
 def current_run(store: KeyValueStore, name: str) -> str:
     """The job of the run to take part in: the current one, or the next if that is over.
 
@@ -46,15 +51,18 @@ def current_run(store: KeyValueStore, name: str) -> str:
         StoreUnavailable: The store does not answer, or its keys change faster than they can
             be read.
     """
-    key = f"/zero/runs/{name}"
+    key = run_key(name)
     for _ in range(ATTEMPTS):
         held = store.get(key)
         number = int(held.value) if held else 0
         job, following = f"{name}.{number}", f"{name}.{number + 1}"
         head = store.get(Keys(job).round)
-        # A run without a round has just begun; a run that all its agents have left is over.
+        # A run without a round has just begun, and one that goes on in a new store has no agent
+        # there yet; a run that all its agents have left is over.
         if held and (
-            head is None or (not _has_ended(head) and store.range(Keys(job).nodes, limit=1).items)
+            head is None
+            or _goes_on(head)
+            or (not _has_ended(head) and store.range(Keys(job).nodes, limit=1).items)
         ):
             return job
         compares = [unchanged(key, held.mod_revision if held else 0)]
@@ -81,9 +89,16 @@ def standing_run(store: KeyValueStore, name: str) -> str | None:
     Raises:
         StoreUnavailable: The store does not answer.
     """
-    held = store.get(f"/zero/runs/{name}")
+    held = store.get(run_key(name))
     return f"{name}.{held.value}" if held is not None else None
 
 
 def _has_ended(head: KeyValue) -> bool:
     return Head.from_json(head.value).state in ENDED
+
+
+def _goes_on(head: KeyValue) -> bool:
+    """Whether a run was brought into this store, and has had no round here."""
+    course = Head.from_json(head.value)
+    once = head.create_revision == head.mod_revision
+    return once and course.state is State.FORMING and course.n > 0

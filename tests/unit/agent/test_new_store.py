@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from zero_orchestrator.errors import StoreUnavailable
 from zero_orchestrator.membership.job_state import Failure, Published, State
 from zero_orchestrator.membership.keys import Keys
 from zero_orchestrator.membership.parse import parse
+from zero_orchestrator.membership.runs import current_run, run_key
 from zero_orchestrator.store.succession import Checkpoint, Heir
 
 KEYS = Keys(Cluster.job)
@@ -59,6 +61,20 @@ def test_job_budget_and_step_go_on_in_a_new_store_and_the_ranks_keep_their_order
     assert (lost.view.n, lost.view.state, lost.view.charges) == (8, State.ACTIVE, 1)
     assert lost.order() == "".join(each.id for each in before.members.nodes if each.id in "ac")
     assert lost.agents["a"].secret == old["a"].secret, "checkpoints are of the same run"
+
+
+def test_whoever_types_the_command_of_a_job_in_a_new_store_joins_it_until_all_have_left(lost):
+    old = lost.store.client()
+    old.put(run_key("train"), "7")
+    keys = Keys("train.7")
+    for item in old.range(KEYS.prefix).items:
+        old.put(keys.prefix + item.key.removeprefix(KEYS.prefix), item.value)
+    new = MemoryStore(lost.clock).client()
+    estate = estate_of(old, keys, None)
+    fill(new, keys, estate, lost=["1a"], last_round=2, cause="it was lost")
+    assert [current_run(new, "train") for _ in range(2)] == ["train.7", "train.7"]
+    new.put(keys.round, dataclasses.replace(estate.head, state=State.ACTIVE).to_json())
+    assert current_run(new, "train") == "train.8"
 
 
 def test_a_store_that_follows_refuses_whoever_knows_the_fence_of_the_old_one(lost):
