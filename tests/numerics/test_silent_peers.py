@@ -23,7 +23,7 @@ from tests.support.training import config, make_engine, train
 from tests.support.waiting import wait_for
 from tests.support.world import GROUP_TIMEOUT_S, WorldError, WorldPool, forkserver, pids
 from zero_comm.waiting import Waiter
-from zero_comm.worker.distributed import hang_up_on_store
+from zero_comm.worker.agent_link import AgentLink
 from zero_contract import worker as contract
 from zero_contract.worker import ExitCode, Leave, When
 from zero_engine.core.engine import Engine
@@ -197,9 +197,11 @@ def hosts(ports: Any) -> None:
     signal.pause()
 
 
-def test_a_call_to_a_store_that_answers_nobody_ends_and_leaves_every_descriptor(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("when", [When.LOST, When.NOW])
+def test_who_is_to_leave_at_once_waits_for_no_store_that_answers_nobody(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, when: When
 ) -> None:
+    """Every descriptor stays. A save in flight asks the store, and the process waits for it."""
     context = forkserver()
     ports = context.Queue()
     host = context.Process(target=hosts, args=(ports,), daemon=True)
@@ -218,14 +220,21 @@ def test_a_call_to_a_store_that_answers_nobody_ends_and_leaves_every_descriptor(
     monkeypatch.setenv("MASTER_PORT", str(port))
     assert host.pid is not None
     suspend(host.pid)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "agent.sock"))
+    listener.listen()
+    link = AgentLink(rank=0, path=str(tmp_path / "agent.sock"))
+    agent, _ = listener.accept()
     monkeypatch.setattr(socket, "socket", partial(pytest.fail, "it would change how one blocks"))
     try:
         asks = threading.Thread(target=ask)
         asks.start()
         before = sorted(os.listdir("/proc/self/fd"))
-        hang_up_on_store()
+        agent.sendall(contract.encode(Leave(round=0, when=when, reason="lost node b")))
         wait_for(lambda: errors, 10, "the call has ended")
         assert sorted(os.listdir("/proc/self/fd")) == before
         asks.join()
     finally:
         host.kill()
+        for each in (link, agent, listener):
+            each.close()

@@ -379,6 +379,36 @@ def test_a_script_that_does_not_listen_is_killed_after_the_shutdown_timeout(star
     wait_for(lambda: not is_alive(worker), 150, "the end of the worker")
 
 
+MAKES_ITS_ENGINE_WHEN_SIGNALLED = """
+import signal, threading
+came = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: came.set())
+print("ready", flush=True)
+came.wait()
+import torch, zero_deepspeed
+engine, *_ = zero_deepspeed.initialize(
+    model=torch.nn.Linear(2, 2),
+    config={"train_batch_size": 2, "optimizer": {"type": "AdamW"}},
+)
+while True:
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
+"""
+
+
+def test_a_worker_that_was_told_to_stop_before_its_engine_was_there_leaves_with_its_first_step(
+    tmp_path, start
+):
+    """Else it would train on to the shutdown timeout: an engine leaves SIGTERM to its agent."""
+    (script := tmp_path / "train.py").write_text(MAKES_ITS_ENGINE_WHEN_SIGNALLED)
+    process = start("--standalone", "--shutdown-timeout=600", script)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert re.search("the workers of .* left$", said, re.MULTILINE), said
+
+
 FAILS = """
 import os, pathlib
 print({0})

@@ -102,6 +102,9 @@ class Handlers:
 class NodeWorkers:
     """This node's workers; nothing runs before `start`."""
 
+    _leave: Leave | None = None
+    """What the workers were asked last; who announces itself later is asked then."""
+
     def __init__(
         self,
         config: AgentConfig,
@@ -160,8 +163,7 @@ class NodeWorkers:
         """The workers of the last round."""
         self._stopped_s: float | None = None
         """When the last of its workers has ended, or left it; the wall clock."""
-        self._can_leave: set[int] = set()
-        self._can_stay: set[int] = set()
+        self._can_leave, self._can_stay = set[int](), set[int]()
         self.stays = False
         """Whether the workers stay from round to round, as they have said last."""
         self._world_size = WorldSize(clock)
@@ -262,7 +264,7 @@ class NodeWorkers:
         """Drop what the last workers have said, and what they were asked."""
         self._can_leave.clear()
         self._can_stay.clear()
-        self._waits = False
+        self._waits, self._leave = False, None
         for since in (self._asked, self._released, self._stopping, self._dying):
             since.stop()
 
@@ -319,18 +321,19 @@ class NodeWorkers:
         """Ask the workers to save and leave at their next step boundary, within `within_s`."""
         self._asked.start()
         within_s = min(within_s, self._config.boundary_timeout_s)
-        leave = Leave(round=self.group.round, when=When.BOUNDARY, reason=reason, within_s=within_s)
-        for rank in self._can_leave:
-            self._channel.send(rank, leave)
+        self._ask(self._can_leave, When.BOUNDARY, reason, within_s)
         how = _BY_ITSELF if self._askings.ask() else _AT_BOUNDARY
         self._journal.tell("leave", f"{reason}: {how}, within {within_s:.0f} s")
 
     def release(self, reason: str) -> None:
         """Have the workers leave a group that is lost; who cannot wait for the next one exits."""
         self._released.start()
-        lost = Leave(round=self.group.round, when=When.LOST, reason=reason)
-        for rank in self._can_stay:
-            self._channel.send(rank, lost)
+        self._ask(self._can_stay, When.LOST, reason)
+
+    def _ask(self, ranks: set[int], when: When, reason: str, within_s: float = 0.0) -> None:
+        self._leave = Leave(round=self.group.round, when=when, reason=reason, within_s=within_s)
+        for rank in ranks:
+            self._channel.send(rank, self._leave)
 
     def stop(self, reason: str, number: signal.Signals = signal.SIGTERM) -> None:
         """Send this signal now, and SIGKILL once the shutdown timeout since the first is over."""
@@ -340,9 +343,7 @@ class NodeWorkers:
             self.group.stop(0)
             self._journal.tell("stop", reason, round=self.group.round)
             return
-        now = Leave(round=self.group.round, when=When.NOW, reason=reason)
-        for rank in self._can_leave:  # they ignore SIGTERM until their agent has said so
-            self._channel.send(rank, now)
+        self._ask(self._can_leave, When.NOW, reason)  # until then they ignore SIGTERM
         self._end(number, reason)
 
     def pass_on(self, number: signal.Signals) -> None:
@@ -524,6 +525,9 @@ class NodeWorkers:
                 log.debug("rank %d of round %d, which is over: %s", rank, message.round, message)
             case Hello() if Ability.BOUNDARY in message.can:
                 self._world_size.announced()
+                # Its hello may cross with the request: then it ignores the SIGTERM.
+                if self._leave is not None and rank not in self._can_leave:
+                    self._channel.send(rank, self._leave)
                 self._can_leave.add(rank)
                 # A worker announces all that it can, and again when that changes.
                 if Ability.REJOIN in message.can:

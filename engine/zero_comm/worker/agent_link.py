@@ -441,17 +441,15 @@ class AgentLink:
                 lost, now = message.when is When.LOST, message.when is When.NOW
                 when = "at the end of a step" if not (lost or now) else "at once"
                 _log.info("asked to leave round %d %s: %s", message.round, when, message.reason)
-                if lost:
+                if not lost:
+                    self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
+                    self._leave.set()
+                self._must_end |= now
+                if lost or now:
                     self.interrupt.request(message.reason)
                     self.group_lost.set()
                     hang_up_on_store()  # a save in flight may wait for it
-                    return
-                self._last_save_by_s = time.monotonic() + LAST_SAVE * message.within_s
-                self._leave.set()
                 if now:
-                    self._must_end = True
-                    self.interrupt.request(message.reason)
-                    self.group_lost.set()
                     with self._changed:
                         self._changed.notify_all()
                     if self._sigterm_came:  # before the request, so it was ignored
