@@ -9,7 +9,9 @@ completed. A GPU's exchanges are waited for by its stream, which blocks no threa
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
+import os
 import re
 import threading
 import time
@@ -37,6 +39,21 @@ class Cause(StrEnum):
     """Two ranks use one device."""
 
 
+_LOST = (
+    errno.ECONNABORTED,
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+    errno.ENETUNREACH,
+    errno.ENOTCONN,
+    errno.EPIPE,
+    errno.ESHUTDOWN,
+    errno.ETIMEDOUT,
+)
+"""What the kernel says of a connection that is lost; gloo passes on its words."""
 _CAUSES: tuple[tuple[str, Cause], ...] = (
     ("duplicate gpu", Cause.ONE_DEVICE),
     # Of NCCL and CUDA on this host. They come first: NCCL adds advice about peers to any of them.
@@ -49,16 +66,14 @@ _CAUSES: tuple[tuple[str, Cause], ...] = (
     ("shared memory segment", Cause.OWN),
     # Of gloo (a plain RuntimeError) and NCCL about a broken connection.
     ("application timeout caused pair closure", Cause.PEER),
-    ("broken pipe", Cause.PEER),
     ("connection closed", Cause.PEER),
-    ("connection refused", Cause.PEER),
-    ("connection reset", Cause.PEER),
     ("connect timeout", Cause.PEER),
     ("network error", Cause.PEER),
     ("remote process exited", Cause.PEER),
     ("socket closed", Cause.PEER),
     ("socket timeout", Cause.PEER),
     ("timed out waiting", Cause.PEER),
+    *((os.strerror(number).lower(), Cause.PEER) for number in _LOST),
     # A check inside of NCCL, with no word of a connection.
     ("ncclinternalerror", Cause.OWN),
 )

@@ -264,7 +264,17 @@ GLOO = (
     ("error", "kind"),
     [
         (RuntimeError(GLOO.format("pair.cc:534", "Connection closed by peer [::1]:9")), PeerLost),
-        (RuntimeError(GLOO.format("pair.cc:538", "Read error [::1]:9: Broken pipe")), PeerLost),
+        *(
+            (RuntimeError(GLOO.format("pair.cc:538", f"Read error [::1]:9: {words}")), PeerLost)
+            for words in (
+                "Broken pipe",
+                "Connection reset by peer",
+                "Connection timed out",
+                "Network is unreachable",
+                "No route to host",
+                "Software caused connection abort",
+            )
+        ),
         (
             RuntimeError(
                 GLOO.format("unbound_buffer.cc:81", "Timed out waiting 600000ms for recv operation")
