@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 import zero_torch
+from zero_comm.worker.agent_link import current_round
 from zero_contract.errors import ConfigError
 from zero_libraries.steps import GlobalBatches
 from zero_libraries.versions import check_replaced
@@ -32,7 +33,7 @@ _OF_THE_RUN = ("state_dict", "optimizer_states", "hyper_parameters", "hparams_na
 _REPLACED = ("restore_checkpoint_after_setup", "lightning_restore_optimizer", "setup", "teardown",
              "load_model_state_dict", "load_checkpoint", "lightning_module_state_dict",
              "optimizer_state", "process_dataloader", "training_step", "backward",
-             "optimizer_step")  # fmt: skip
+             "optimizer_step", "on_train_start")  # fmt: skip
 """Methods of a strategy in whose place a run's are."""
 _AVERAGES = "WeightAveraging", "EMAWeightAveraging", "StochasticWeightAveraging"
 _REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -44,6 +45,12 @@ _REFUSED: tuple[tuple[Callable[[Any], bool], str], ...] = (
      "automatic_optimization=False: call zero_torch.protect() in the module"),
     (lambda it: getattr(it.precision_plugin, "scaler", None) is not None,
      "precision='16-mixed' has a scaler of its own: give 'bf16-mixed'"),
+    (lambda it: it.overfit_batches,
+     "overfit_batches: the epochs of a run go on where the one before ended: give the DataLoader "
+     "Subset(dataset, range(n)) of the samples to overfit, and shuffle=False"),
+    (lambda it: not it.fast_dev_run and repr(it.limit_train_batches) != "1.0",
+     "limit_train_batches: an epoch of a run has each sample once: give Trainer(max_steps=n), or "
+     "the DataLoader Subset(dataset, range(n)) of the samples to train on"),
     (lambda it: it.reload_dataloaders_every_n_epochs,
      "reload_dataloaders_every_n_epochs: a run has one DataLoader for all epochs: leave it out, "
      "and let the dataset have the samples of all of them"),
@@ -125,12 +132,18 @@ class _Protected:
         check(trainer)
         if hasattr(self, "run"):
             raise ConfigError("fit() was called before: make another strategy for another run")
-        # The loop would do it when it begins, and the run needs the loader now.
+        # The loop would do it when it begins, and the run needs the loader now. Samplers that
+        # Lightning would wrap in one of a rank are the run's to divide, or to refuse.
+        connector: Any = trainer._data_connector
+        wraps = connector._requires_distributed_sampler
+        vars(connector)["_requires_distributed_sampler"] = lambda it: _is_plain(it) and wraps(it)
         trainer.fit_loop.setup_data()
+        del connector._requires_distributed_sampler
         run = self._begin()
         its: Any = trainer
         its.precision_plugin.clip_grad_by_norm = lambda _, norm: run.clip_grad_norm_(float(norm))
-        its.callbacks.append(_Saves(run, self._directory))
+        for loop in trainer.fit_loop, trainer.fit_loop.epoch_loop:
+            vars(loop)["on_advance_end"] = partial(self._end, trainer, loop, loop.on_advance_end)
 
     def _begin(self) -> zero_torch.Run:
         if not hasattr(self, "run"):
@@ -150,6 +163,10 @@ class _Protected:
             )
             self.run.keep_client_state(self.state)
             if self.run.load(self._directory) is not None:
+                trainer.num_sanity_val_steps = 0  # made when the run began
+                # In a job of its own, a training that was stopped early may go on.
+                stopped = self.run.client_state.get("should_stop", False)
+                trainer.should_stop = stopped and current_round() > 1
                 # Lightning restores loops and callbacks from it; the run has restored the rest.
                 trainer._checkpoint_connector._loaded_checkpoint = {
                     **self.run.client_state,
@@ -175,17 +192,36 @@ class _Protected:
             "load them into the module first"
         )
 
+    def _end(self, trainer: pl.Trainer, loop: Any, ends: Callable[..., None], *given: Any) -> None:
+        """End a batch or an epoch, with all that the script does there; save and leave, if due."""
+        ends(*given)
+        # Lightning does not come back to the end of an epoch: so, once all of that is done.
+        is_last = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+        if is_last == (loop is trainer.fit_loop):
+            self.run.save_if_due(self._directory)
+
+    def on_train_start(self) -> None:
+        """See Lightning; between two epochs there is no batch behind which to go on."""
+        super().on_train_start()  # type: ignore[misc]
+        its: Any = self
+        loop = its.lightning_module.trainer.fit_loop
+        epochs = loop.epoch_progress.current
+        if epochs.ready == epochs.completed:
+            loop.epoch_loop.restarting = False
+
     def state(self) -> dict[str, Any]:
         """Lightning's part of a checkpoint: progress, callbacks, what hooks add."""
         its: Any = self
-        connector = its.lightning_module.trainer._checkpoint_connector
+        trainer = its.lightning_module.trainer
+        connector = trainer._checkpoint_connector
         # The connector asks the strategy for weights and optimizer, which the run saves by itself.
         self._dumps = True
         try:
             whole = connector.dump_checkpoint(weights_only=False)
         finally:
             self._dumps = False
-        return {key: whole[key] for key in whole.keys() - {*_OF_THE_RUN, "lr_schedulers"}}
+        kept = {key: whole[key] for key in whole.keys() - {*_OF_THE_RUN, "lr_schedulers"}}
+        return {**kept, "should_stop": trainer.should_stop}
 
     _dumps = False
     """Whether `state` asks, which wants no tensors of the run."""
@@ -268,27 +304,24 @@ def check(trainer: pl.Trainer) -> None:
     check_replaced("lightning", pl.strategies.Strategy, _REPLACED)
     check_replaced("lightning", trainer.precision_plugin, ("clip_grad_by_norm",))
     check_replaced("lightning", trainer._checkpoint_connector, ("_loaded_checkpoint",))
+    check_replaced("lightning", trainer._data_connector, ("_requires_distributed_sampler",))
+    check_replaced("lightning", trainer.fit_loop, ("on_advance_end", "epoch_progress"))
+    needs = "on_advance_end", "_num_ready_batches_reached", "restarting"
+    check_replaced("lightning", trainer.fit_loop.epoch_loop, needs)
     for refused, why in _REFUSED:
         if refused(trainer):
             raise ConfigError(why)
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    plain = isinstance(loader.sampler, RandomSampler | SequentialSampler)
+    return plain and loader.batch_size is not None
 
 
 def _has(trainer: Any, kinds: Sequence[str]) -> bool:
     # By name: older versions of Lightning have not all of these callbacks.
     bases = {base.__name__ for each in trainer.callbacks for base in type(each).__mro__}
     return not bases.isdisjoint(kinds)
-
-
-class _Saves(Callback):
-    """Ends the step of the run, and saves when that is due."""
-
-    def __init__(self, run: zero_torch.Run, directory: str | os.PathLike[str]) -> None:
-        self._run = run
-        self._directory = directory
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Save after a step, and leave, if that is due."""
-        self._run.save_if_due(self._directory)
 
 
 class ZeroDDP(_Protected, DDPStrategy):

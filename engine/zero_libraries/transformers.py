@@ -170,6 +170,8 @@ class _Steps(TrainerCallback):
         self._epoch = 0
         self._of_epoch = 0
         """Of the epoch under way: its number, and the steps that are done."""
+        self._over = False
+        """Whether the end of the epoch has come."""
         self._logged: list[float] = [0.0, 0.0, 0]
         """The sums of losses, and the step of the last log, with which training begins."""
 
@@ -183,8 +185,18 @@ class _Steps(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin an epoch, or go on in that of the checkpoint."""
+        self._over = False
         if self._epoch != (epoch := self._trainer.run.loader.epoch):
             self._epoch, self._of_epoch = epoch, 0
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Note the end of an epoch, behind which a checkpoint has all of it."""
+        self._over = True
+
+    @property
+    def epoch_is_to_end(self) -> bool:
+        """Whether the last step of the epoch is done, and not what comes behind it."""
+        return self._of_epoch >= self._trainer._zero_steps_in_epoch and not self._over
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """End the step of the run, so that all ranks know its loss."""
@@ -240,6 +252,8 @@ class _Protected(Trainer):
     _zero_loader: GlobalBatches
     _zero_steps_in_epoch: int
     _zero_ready: Any
+    _zero_waits = False
+    """Whether a save is due where all of the step, or of the epoch, is done."""
 
     @property
     def _zero_directory(self) -> Path:
@@ -340,12 +354,12 @@ class _Protected(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **named: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **named)
-        if self.run.due():
-            self._zero_save()
+        self._zero_waits = self.run.due() or self._zero_waits
+        # Behind callbacks and evaluations, of the end of an epoch too: no resume does them again.
+        if self._zero_waits and not self._zero_steps.epoch_is_to_end:
+            self._zero_waits = False
+            self.run.save(self._zero_directory, client_state=self._zero_steps.state())
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        self._zero_save()
-
-    def _zero_save(self) -> None:
-        self.run.save(self._zero_directory, client_state=self._zero_steps.state())
+        self._zero_waits = True

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -103,3 +104,97 @@ def test_a_trainer_that_was_stopped_early_trains_further_in_another_job_alone(
     assert worlds.run(1, trained, str(tmp_path), STEPS + 2, STEPS - 1, 2) == first
     ((steps, *_),) = worlds.run(1, trained, str(tmp_path), STEPS + 2)
     assert steps == STEPS + 2
+
+
+class Killed(Exception):
+    pass
+
+
+def in_hooks(directory: str, at: int = -1) -> tuple[int, str, list[str]]:
+    """A start whose every hook changes the weights, killed in the hook number `at`."""
+    import transformers
+
+    import zero_libraries.transformers
+
+    called: list[str] = []
+
+    def hook(name: str) -> None:
+        if len(called) == at:
+            raise Killed(name)
+        called.append(name)
+        with torch.no_grad():
+            model.scale.mul_(1 + (sum(map(ord, name)) % 7 + 1) / 100).add_(0.001)
+
+    class Hooks(transformers.TrainerCallback):
+        pass
+
+    for each in ("step_begin", "step_end", "log", "evaluate", "save", "epoch_end"):
+        setattr(Hooks, f"on_{each}", lambda *_, name=each, **__: hook(name))
+
+    class Scaled(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(1))
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return super().forward(x * self.scale, labels)
+
+    arguments = transformers.TrainingArguments(
+        output_dir=directory, num_train_epochs=2, per_device_train_batch_size=4, use_cpu=True,
+        report_to=[], disable_tqdm=True, save_steps=2, logging_steps=1, eval_strategy="epoch",
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    model, rows = Scaled(), Rows()
+    trainer: Any = transformers.Trainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[Hooks()]
+    )
+    zero_libraries.transformers.protect(
+        trainer, microbatches=2, config={"checkpoint": {"every_steps": 1}}
+    )
+    try:
+        trainer.train()
+    except Killed as error:
+        trainer.run.close()
+        return trainer.state.global_step, str(error), called
+    return trainer.state.global_step, trainer.run.weight_hash(), called
+
+
+@pytest.mark.parametrize("every", [5, 1])
+@pytest.mark.corners(every=[5])
+def test_what_callbacks_do_is_done_once_wherever_a_trainer_is_killed(
+    worlds: WorldPool, tmp_path: Path, every: int
+) -> None:
+    pytest.importorskip("transformers")
+    ((steps, expected, called),) = worlds.run(1, in_hooks, str(tmp_path / "whole"))
+    found = {}
+    for at, name in [*enumerate(called)][::every]:
+        directory = str(tmp_path / str(at))
+        ((step, killed, _),) = worlds.run(1, in_hooks, directory, at)
+        assert killed == name
+        ((last, hash_, _),) = worlds.run(1, in_hooks, directory)
+        if (last, hash_) != (steps, expected):
+            found[at, name, step] = last, hash_
+    assert found == {}
+
+
+def on_ranks(directory: str) -> tuple[int, str, list[str]]:
+    from accelerate.state import AcceleratorState
+
+    rank, world = str(dist.get_rank()), str(dist.get_world_size())
+    AcceleratorState._reset_state(True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ("RANK", rank), ("WORLD_SIZE", world):
+            patch.setenv(name, value)
+            patch.setenv(f"LOCAL_{name}", value)
+        found = in_hooks(directory)
+    AcceleratorState._reset_state(True)
+    return found
+
+
+def test_what_callbacks_write_is_the_same_at_any_number_of_ranks(
+    worlds: WorldPool, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    ((steps, expected, _),) = worlds.run(1, in_hooks, str(tmp_path / "one"))
+    for found in worlds.run(2, on_ranks, str(tmp_path / "two")):
+        assert found[:2] == (steps, expected)

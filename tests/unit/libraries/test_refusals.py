@@ -171,6 +171,9 @@ def _lightning(tmp_path: Path, **argument: Any) -> Any:
     [
         ({"accumulate_grad_batches": 2}, False, "microbatches takes its place"),
         ({"reload_dataloaders_every_n_epochs": 1}, False, "one DataLoader for all epochs"),
+        ({"limit_train_batches": 1}, False, r"limit_train_batches: .*give Trainer\(max_steps=n\)"),
+        ({"limit_train_batches": 0.5}, False, r"limit_train_batches: .*Subset\(dataset, range"),
+        ({"overfit_batches": 2}, False, r"overfit_batches: .*Subset\(dataset, range"),
         ({}, True, r"call zero_torch\.protect\(\) in the module"),
     ],
 )
@@ -183,6 +186,13 @@ def test_an_argument_of_lightning_that_cannot_be_kept_is_refused(
     trainer.lightning_module.automatic_optimization = not manual
     with pytest.raises(ConfigError, match=remedy):
         check(trainer)
+
+
+def test_a_fast_dev_run_of_lightning_is_a_run_of_its_steps(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from zero_libraries.lightning import check
+
+    check(_lightning(tmp_path, fast_dev_run=2))
 
 
 @pytest.mark.parametrize(
