@@ -151,7 +151,6 @@ def _serve(pipe: Connection, port: int) -> None:
     multiprocessing.set_start_method("fork", force=True)
     gc.freeze()  # a collection then looks at what calls have left, and at nothing else
     gc.enable()
-    torch.set_num_threads(1)
     # As a script may: no socket of ours has it. Those by which torch passes files have.
     socket.setdefaulttimeout(1)
     torch.manual_seed(0)
@@ -161,6 +160,7 @@ def _serve(pipe: Connection, port: int) -> None:
             call, rank, world, backend, job, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        torch.set_num_threads(1)  # each time: Lightning sets another number
         queued.register()
         dist.init_process_group(
             backend,
