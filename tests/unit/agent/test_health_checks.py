@@ -253,11 +253,17 @@ def test_a_node_that_can_start_no_thread_is_unhealthy_until_it_can(monkeypatch, 
 def test_a_node_that_runs_is_healthy_without_the_directory_of_its_logs(tmp_path):
     node = replace(NODE, log_dir=tmp_path / "file" / "logs")
     (tmp_path / "file").touch()
+    inbox = queue.SimpleQueue()
     checks = HealthChecks(
-        node, 600.0, max_nodes=4, clock=ManualClock(), journal=Journal("a"), post=lambda call: call
+        node,
+        600.0,
+        max_nodes=4,
+        clock=ManualClock(),
+        journal=Journal("a"),
+        post=lambda handler: lambda *found: inbox.put(lambda: handler(*found)),
     )
     checks.examine()
-    wait_for(lambda: not checks.checking, 60, "a finding")
+    inbox.get(timeout=60)()
     assert checks.complaint == ""
     assert complaint(examine(node)).startswith("logs: "), "before it joins it is not"
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
 
 import pytest
 
 from tests.support.manual_clock import ManualClock
-from tests.support.waiting import wait_for
 from zero_agent.loop import link_watch
 from zero_agent.loop.link_watch import LONGEST_PAUSE_S, PAUSE_S, LinkWatch, reach_by, verdict
 from zero_agent.node.ring import AnotherProcess, Ring
@@ -34,12 +36,16 @@ class Watched:
     """A watch of the links to b and c, of which some are dead."""
 
     def __init__(self, growth=1.0):
-        self.clock, self.dead, self.looks = ManualClock(), "", 0
+        self.clock, self.dead = ManualClock(), ""
         self.error: Exception | None = None
-        self.watch = LinkWatch(self.clock, lambda handler: handler, self.reach, growth)
+        self.posted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.watch = LinkWatch(self.clock, self.post, self.reach, growth)
+
+    def post(self, handler):
+        """As an agent's: what a thread posts runs on the thread of the watch."""
+        return lambda *news: self.posted.put(partial(handler, *news))
 
     def reach(self, nodes):
-        self.looks += 1
         if self.error is not None:
             raise self.error
         return [DeadLink(to=node.id, why="silent") for node in nodes if node.id in self.dead]
@@ -47,10 +53,9 @@ class Watched:
     def look(self, dead=""):
         """Look once more, and wait for what is found."""
         self.dead = dead
-        before = self.looks
         self.clock.advance(LONGEST_PAUSE_S)
         self.watch.look(NODES)
-        wait_for(lambda: self.looks > before and not self.watch._looking, 10, "a look")
+        self.posted.get(timeout=10)()
         found = self.watch.dead
         return None if found is None else "".join(link.to for link in found)
 
