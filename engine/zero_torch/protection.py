@@ -108,14 +108,12 @@ def protect(
         scheduler: `run.step()` steps it, once for each step of the optimizer; but not one that
             needs a metric, such as ReduceLROnPlateau, which the script steps itself.
         scaler: `run.backward()` and `run.step()` scale the loss with it.
-        stateful: Further objects by name, with state_dict() and load_state_dict(): every
-            checkpoint has their states, and `run.load` restores them. A state must be equal on all
-            ranks, but for DTensors.
+        stateful: Further objects by name, with state_dict() and load_state_dict(): saved and
+            loaded with each checkpoint. A state must be equal on all ranks, but for DTensors.
         config: The sections "elastic" and "checkpoint", see `settings`.
 
     Raises:
-        ConfigError: The model, optimizer or loader cannot be protected; says why. The checks are
-            those that the function calls, in their order; docs/stock-pytorch.md lists them.
+        ConfigError: The model, optimizer or loader cannot be protected (docs/stock-pytorch.md).
         PeerLost: A peer is lost.
     """
     _check_arguments(loader, microbatches, stateful or {})
